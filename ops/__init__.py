@@ -1,0 +1,13 @@
+"""Ops of glm_compile: one folder an op, each a public function with a reference and its kernels.
+
+Importing this package registers every op under `torch.ops.glm`. Nothing here needs a GPU, Triton or
+CuTe DSL to import.
+"""
+
+from __future__ import annotations
+
+if __name__ != "glm_compile.ops":
+    raise ImportError(
+        "import glm_compile.ops instead of 'ops': the folder installs below glm_compile "
+        "(pip install -e .)"
+    )
