@@ -1,0 +1,28 @@
+"""Fixtures of every test: fixed seeds, no gradients, a fresh Dynamo."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+
+import pytest
+import torch
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Skip what this process cannot run: GPU tests without a GPU, interpreter tests without it."""
+    interpreting = os.environ.get("TRITON_INTERPRET") == "1"
+    for item in items:
+        if "gpu" in item.keywords and not torch.cuda.is_available():
+            item.add_marker(pytest.mark.skip(reason="needs a CUDA device"))
+        if ("interpreter" in item.keywords) != interpreting:
+            reason = "runs only" if "interpreter" in item.keywords else "does not run"
+            item.add_marker(pytest.mark.skip(reason=f"{reason} under TRITON_INTERPRET=1"))
+
+
+@pytest.fixture(autouse=True)
+def _fresh_state() -> Iterator[None]:
+    torch.manual_seed(0)
+    torch._dynamo.reset()
+    with torch.no_grad():
+        yield
