@@ -1,0 +1,54 @@
+# make demo: set up, then compile the tiny GLM-5.2 and let it write.
+# make test: set up, then everything that continuous integration runs.
+.DEFAULT_GOAL := help
+.PHONY: help demo test venv-demo venv-test lint types test-cpu test-interpreter test-oldest test-wheel clean
+
+PY := .venv/bin/python
+WORKERS ?= 2
+OLDEST_TRANSFORMERS := 5.20.0
+export TOKENIZERS_PARALLELISM := false
+export HF_HUB_OFFLINE := 1
+
+help:
+	@sed -n 's/^# //p' Makefile
+
+venv-demo:
+	@tools/make_venv.sh
+
+venv-test:
+	@tools/make_venv.sh test
+
+demo: venv-demo
+	$(PY) examples/demo.py
+
+test: venv-test lint types test-cpu test-interpreter test-oldest test-wheel
+	$(PY) examples/demo.py
+
+lint: venv-test
+	$(PY) -m ruff check .
+	$(PY) -m ruff format --check .
+
+types: venv-test
+	$(PY) -m mypy glm_compile
+	$(PY) -m mypy --explicit-package-bases fx_passes
+
+# References, passes, backend, cache, generation, and every kernel compiled for sm_90a and sm_100a.
+test-cpu: venv-test
+	OMP_NUM_THREADS=1 $(PY) -m pytest -n $(WORKERS) --dist loadscope -m "not gpu and not big_memory"
+
+# The logic of the Triton kernels, on the CPU, in a process of its own: the variable acts at import.
+test-interpreter: venv-test
+	TRITON_INTERPRET=1 OMP_NUM_THREADS=1 $(PY) -m pytest -n $(WORKERS) -m interpreter
+
+# The passes, the backend and the cache against the oldest supported transformers.
+test-oldest: venv-test
+	@test -d .venv/oldest || $(PY) -m pip install --no-deps --target .venv/oldest transformers==$(OLDEST_TRANSFORMERS)
+	PYTHONPATH=.venv/oldest OMP_NUM_THREADS=1 $(PY) -m pytest -n $(WORKERS) --dist loadscope \
+		-m "not gpu and not big_memory and not slow" tests/fx_passes tests/glm_compile tests/regressions
+
+# A wheel holds the three packages and imports without the repository.
+test-wheel: venv-test
+	tools/check_wheel.sh $(PY)
+
+clean:
+	rm -rf .venv build dist ./*.egg-info
