@@ -8,6 +8,11 @@ from collections.abc import Iterator
 import pytest
 import torch
 
+if os.environ.get("TRITON_INTERPRET") == "1":
+    from tests import triton_interpreter
+
+    triton_interpreter.install()
+
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Skip what this process cannot run: GPU tests without a GPU, interpreter tests without it."""
