@@ -4,6 +4,32 @@ from __future__ import annotations
 
 if __name__ != "glm_compile.fx_passes":
     raise ImportError(
-        "import glm_compile.fx_passes instead of 'fx_passes': the folder installs below glm_compile "
-        "(pip install -e .)"
+        "import glm_compile.fx_passes instead of 'fx_passes': the folder installs below "
+        "glm_compile (pip install -e .)"
     )
+
+from glm_compile.fx_passes.base import GraphPass, PassOptions
+
+# Passes on the functional ATen graph, in the order in which they run. Each is correct alone, so any
+# may be disabled: indexer_topk turns the scores into ops, indexer_prologue looks for those ops'
+# producers, merge_linears takes what shares an input, bf16_linear what is left.
+PASS_NAMES = ("indexer_topk", "indexer_prologue", "merge_linears", "bf16_linear")
+
+
+def make_passes(options: PassOptions) -> tuple[GraphPass, ...]:
+    """Return the passes of an ATen graph for these options, in order.
+
+    `options.disable` may also name passes of other stages (`mask`): they are not this tuple's concern.
+    """
+    from glm_compile.fx_passes.bf16_linear import Bf16Linear
+    from glm_compile.fx_passes.indexer_prologue import IndexerPrologue
+    from glm_compile.fx_passes.indexer_topk import IndexerTopk
+    from glm_compile.fx_passes.merge_linears import MergeLinears
+
+    passes: tuple[GraphPass, ...] = (
+        IndexerTopk(options),
+        IndexerPrologue(options),
+        MergeLinears(options),
+        Bf16Linear(options),
+    )
+    return tuple(p for p in passes if p.name not in options.disable)

@@ -1,7 +1,8 @@
 """What every rewrite shares: the record it returns and the way it says no.
 
-A pass is a callable `(graph_module) -> PassResult` that edits the graph in place. It never raises for a
-candidate that it will not take: each is recorded as a `Declined` with a reason a user can act on.
+A pass is a callable `(graph_module) -> PassResult` that edits the graph in place. It never raises
+for a candidate that it will not take: each is recorded as a `Declined` with a reason a user can act
+on.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ from torch import fx
 
 
 class No(Exception):
-    """Raised inside a walk to decline one candidate; the message is the reason shown to the user."""
+    """Raised inside a walk to decline one candidate; the message is the reason that is shown."""
 
 
 @dataclass(frozen=True)
@@ -46,6 +47,42 @@ class PassResult:
     matched: list[str] = field(default_factory=list)
 
 
+@dataclass
+class MergeResult(PassResult):
+    """Outcome of `merge_linears`: also which weights are read as one.
+
+    Attributes:
+        groups: names of the weight placeholders of each merged linear, in the order in which their
+            rows must lie in memory. The pipeline lays the real parameters out adjacently by it.
+    """
+
+    groups: list[tuple[str, ...]] = field(default_factory=list)
+
+
+INDEXER_DTYPES = ("auto", "fp8", "bf16", "fp32")
+
+
+@dataclass(frozen=True)
+class PassOptions:
+    """What the passes need to know of the user's options.
+
+    Attributes:
+        indexer_dtype: `auto` is the exact tier in whatever dtype the model has; `bf16` and `fp32`
+            are the exact tier and insist on that dtype; `fp8` is the numerics-changing tier.
+        deterministic: ask linears for bitwise equal results whatever else is in the batch.
+        disable: report keys of passes that must not run.
+    """
+
+    indexer_dtype: str = "auto"
+    deterministic: bool = False
+    disable: frozenset[str] = frozenset()
+
+    def __post_init__(self) -> None:
+        if self.indexer_dtype not in INDEXER_DTYPES:
+            known = ", ".join(repr(d) for d in INDEXER_DTYPES)
+            raise ValueError(f"indexer_dtype: expected one of {known}, got {self.indexer_dtype!r}")
+
+
 class GraphPass(Protocol):
     """A rewrite of one graph."""
 
@@ -55,7 +92,7 @@ class GraphPass(Protocol):
 
 
 def module_path(node: fx.Node) -> str | None:
-    """Path of the innermost module that produced `node` (`model.layers.0.self_attn`), if recorded."""
+    """Path of the innermost module that made `node` (`model.layers.0.self_attn`), if recorded."""
     stack = node.meta.get("nn_module_stack")
     if not stack:
         return None
