@@ -1,0 +1,135 @@
+"""Options of the backend: one frozen record, also taken as the dict of `torch.compile(options=)`."""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Mapping
+from dataclasses import dataclass, fields
+from typing import Any
+
+from glm_compile.errors import UnsupportedError
+
+INDEXER_DTYPES = ("auto", "fp8", "bf16", "fp32")
+INNER_COMPILERS = ("inductor", "eager", "tensorrt")
+# Report keys, in the order in which the report lists them; each can be disabled. Without `mask`
+# nothing tells the index scores' bounds, so the two indexer rewrites go with it.
+PASS_NAMES = ("mask", "indexer_prologue", "indexer_topk", "merge_linears", "bf16_linear")
+NEEDS_MASK = ("indexer_prologue", "indexer_topk")
+
+
+class _Default(str):
+    """A choice that nobody made: equal to its text, and told apart by its type."""
+
+    __slots__ = ()
+
+
+@dataclass(frozen=True)
+class CompileOptions:
+    """What a user can choose about one compilation.
+
+    Args:
+        indexer_dtype: dtype of the index keys and of the tier that scores them. `auto` is the exact
+            tier: the dtype that the cache stores. `fp8` changes numbers and needs a `PagedCache`
+            whose index keys are FP8; `bf16` and `fp32` demand a cache of that dtype.
+        inner: who compiles the graph after the passes. `inductor` generates code, `eager` runs the
+            graph node by node (no C++ compiler needed, starts fast). Left alone, a CPU machine
+            without a C++ compiler uses `eager` and says so.
+        strict: raise `MatchError` when a pass matched fewer or more regions than the model has.
+            With False one warning says it.
+        disable: names of passes to leave out, with their expectation.
+        deterministic: only kernels whose result does not depend on the order of atomic updates.
+
+    Raises:
+        ValueError: a value that is not among the known ones; the message names them.
+        UnsupportedError: `inner="tensorrt"`, which this version cannot serve.
+    """
+
+    indexer_dtype: str = "auto"
+    inner: str = _Default("inductor")
+    strict: bool = True
+    disable: tuple[str, ...] = ()
+    deterministic: bool = False
+
+    def __post_init__(self) -> None:
+        _check_choice("indexer_dtype", self.indexer_dtype, INDEXER_DTYPES)
+        _check_choice("inner", self.inner, INNER_COMPILERS)
+        for name in ("strict", "deterministic"):
+            if not isinstance(getattr(self, name), bool):
+                raise ValueError(
+                    f"option {name!r}: expected True or False, got {getattr(self, name)!r}"
+                )
+        if isinstance(self.disable, str) or not all(isinstance(n, str) for n in self.disable):
+            raise ValueError(
+                f"option 'disable': expected a tuple of pass names, got {self.disable!r}"
+            )
+        object.__setattr__(self, "disable", tuple(self.disable))
+        for name in self.disable:
+            _check_choice("disable", name, PASS_NAMES)
+        if self.inner == "tensorrt":
+            raise UnsupportedError(
+                "option 'inner': 'tensorrt' is not supported by this version; "
+                "use 'inductor' or 'eager'"
+            )
+
+    @property
+    def disabled(self) -> frozenset[str]:
+        """Names in `disable`, with those that cannot work without them."""
+        return frozenset(self.disable) | frozenset(NEEDS_MASK if "mask" in self.disable else ())
+
+    @property
+    def is_inner_explicit(self) -> bool:
+        """Whether somebody asked for this inner compiler, so that no other may replace it."""
+        return not isinstance(self.inner, _Default)
+
+    @classmethod
+    def from_dict(cls, options: Mapping[str, Any] | CompileOptions | None) -> CompileOptions:
+        """Build from the dict form; an instance and None (all defaults) pass through.
+
+        Raises:
+            ValueError: an unknown option; the message names the known ones and the closest.
+        """
+        if options is None:
+            return cls()
+        if isinstance(options, CompileOptions):
+            return options
+        if not isinstance(options, Mapping):
+            raise ValueError(
+                f"options: expected a dict or CompileOptions, got {type(options).__name__}"
+            )
+        known = [f.name for f in fields(cls)]
+        for name in options:
+            if name not in known:
+                raise ValueError(
+                    f"unknown option {name!r}{_closest(name, known)}; known options: "
+                    f"{', '.join(known)}"
+                )
+        return cls(**options)
+
+
+def check_mode(mode: str | None) -> None:
+    """Accept `torch.compile(mode=...)` None and "default", refuse the others with the way to go.
+
+    Inductor's modes choose its CUDA graphs and its tuning for one graph; here a model is several
+    compiled kinds that write into caches, and `glm_compile.generate` captures a whole iteration.
+
+    Raises:
+        ValueError: any other mode.
+    """
+    if mode not in (None, "default"):
+        raise ValueError(
+            f"mode={mode!r}: the glm backend takes no mode but 'default'; CUDA graphs are captured "
+            "by glm_compile.generate (cuda_graph=...), kernels are chosen from measured tables"
+        )
+
+
+def _check_choice(option: str, value: Any, known: tuple[str, ...]) -> None:
+    if value not in known:
+        names = ", ".join(repr(k) for k in known)
+        raise ValueError(
+            f"option {option!r}: expected one of {names}, got {value!r}{_closest(value, known)}"
+        )
+
+
+def _closest(name: Any, known: tuple[str, ...] | list[str]) -> str:
+    close = difflib.get_close_matches(str(name), known, n=1)
+    return f" (did you mean {close[0]!r}?)" if close else ""
