@@ -19,7 +19,7 @@ PASS_NAMES = ("indexer_topk", "indexer_prologue", "merge_linears", "bf16_linear"
 def make_passes(options: PassOptions) -> tuple[GraphPass, ...]:
     """Return the passes of an ATen graph for these options, in order.
 
-    `options.disable` may also name passes of other stages (`mask`): they are not this tuple's concern.
+    `options.disable` may also name passes of other stages (`mask`); these are not looked at here.
     """
     from glm_compile.fx_passes.bf16_linear import Bf16Linear
     from glm_compile.fx_passes.indexer_prologue import IndexerPrologue
