@@ -11,3 +11,13 @@ if __name__ != "glm_compile.ops":
         "import glm_compile.ops instead of 'ops': the folder installs below glm_compile "
         "(pip install -e .)"
     )
+
+from glm_compile.ops import (
+    attention,
+    bf16_linear,
+    indexer_prologue,
+    merged_linear,
+    paged_cache,
+)
+
+__all__ = ["attention", "bf16_linear", "indexer_prologue", "merged_linear", "paged_cache"]

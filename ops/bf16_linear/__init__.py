@@ -1,0 +1,110 @@
+"""Linear layers with bf16 weights and few rows, where reading the weight is all the work.
+
+Shape legend: M rows, K in features, N out features.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+from glm_compile.ops import _dispatch
+from glm_compile.ops._library import register_op
+from glm_compile.ops.bf16_linear.reference import bf16_linear_reference
+
+__all__ = ["bf16_linear"]
+
+
+def bf16_linear(
+    x_MK: torch.Tensor,
+    weight_NK: torch.Tensor | Sequence[torch.Tensor],
+    bias_N: torch.Tensor | None = None,
+    *,
+    residual: torch.Tensor | None = None,
+    deterministic: bool = False,
+    backend: str | None = None,
+) -> torch.Tensor:
+    """Return x W^T (+ bias) (+ residual) in bf16.
+
+    Products are accumulated in fp32, the bias is added in fp32, the sum is rounded to bf16 once; a
+    residual is added to that in bf16, as a graph would that has the linear and the addition apart.
+
+    Args:
+        x_MK: bf16 [..., K], any strides; M = 0 is allowed.
+        weight_NK: bf16 [N, K], any strides; or several weights, whose outputs are put side by side:
+            `merged_linear`, one product where they lie side by side in memory. A list takes neither
+            bias nor residual nor backend.
+        bias_N: bf16 [N].
+        residual: bf16, the output's shape, any strides.
+        deterministic: a row's result depends neither on the number of rows nor on the other rows.
+            Repeated calls are equal bit for bit either way.
+        backend: force `triton` or `reference`.
+
+    Returns:
+        bf16 [..., N], contiguous.
+    """
+    if not isinstance(weight_NK, torch.Tensor):
+        from glm_compile.ops.merged_linear import merged_linear
+
+        if bias_N is not None or residual is not None or backend:
+            raise ValueError("bf16_linear: several weights take no bias, residual or backend")
+        return merged_linear(x_MK, weight_NK, deterministic=deterministic)
+    for name, tensor in (
+        ("x", x_MK),
+        ("weight", weight_NK),
+        ("bias", bias_N),
+        ("residual", residual),
+    ):
+        if tensor is not None and tensor.dtype != torch.bfloat16:
+            raise ValueError(f"bf16_linear: {name} must be bfloat16, got {tensor.dtype}")
+    if weight_NK.dim() != 2 or x_MK.dim() == 0 or x_MK.shape[-1] != weight_NK.shape[1]:
+        raise ValueError(
+            f"bf16_linear: x [..., K] and weight [N, K] expected, got {tuple(x_MK.shape)} and "
+            f"{tuple(weight_NK.shape)}"
+        )
+    if bias_N is not None and bias_N.shape != weight_NK.shape[:1]:
+        raise ValueError(
+            f"bf16_linear: bias must be [{weight_NK.shape[0]}], got {tuple(bias_N.shape)}"
+        )
+    if residual is not None and residual.shape != (*x_MK.shape[:-1], weight_NK.shape[0]):
+        raise ValueError(
+            f"bf16_linear: residual must have the output's shape, got {tuple(residual.shape)}"
+        )
+    return _bf16_linear_op(x_MK, weight_NK, bias_N, residual, deterministic, backend or "")
+
+
+_BACKENDS = (_dispatch.Backend("reference", _dispatch.always, bf16_linear_reference),)
+
+
+def run_bf16_linear(
+    x: torch.Tensor,
+    weight_NK: torch.Tensor,
+    bias: torch.Tensor | None,
+    residual: torch.Tensor | None,
+    deterministic: bool,
+    backend: str,
+) -> torch.Tensor:
+    """Choose a backend and run it. The registered op; `merged_linear` calls it from within."""
+    return _dispatch.run(
+        "bf16_linear", _BACKENDS, backend, x, weight_NK, bias, residual, deterministic
+    )
+
+
+def _bf16_linear_fake(
+    x: torch.Tensor,
+    weight_NK: torch.Tensor,
+    bias: torch.Tensor | None,
+    residual: torch.Tensor | None,
+    deterministic: bool,
+    backend: str,
+) -> torch.Tensor:
+    return x.new_empty((*x.shape[:-1], weight_NK.shape[0]))
+
+
+_bf16_linear_op = register_op(
+    "bf16_linear(Tensor x, Tensor weight_NK, Tensor? bias, Tensor? residual, bool deterministic, "
+    "str backend) -> Tensor",
+    run_bf16_linear,
+    _bf16_linear_fake,
+)

@@ -1,0 +1,294 @@
+"""Everything between the indexer's projections and its scores, in one launch.
+
+LayerNorm of the key, RoPE of query and key, the head weights' fp32 scaling; in the FP8 tier also
+the quantisation of both and the store of the key into its page.
+
+Shape legend: B batch, S tokens of the step, H index heads, D index head dim, P rope dim.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from glm_compile.ops import _dispatch
+from glm_compile.ops._library import register_op
+from glm_compile.ops.indexer_prologue.reference import (
+    indexer_prologue_fp8_reference,
+    indexer_prologue_reference,
+)
+from glm_compile.ops.paged_cache import check_key_pages
+
+__all__ = ["indexer_prologue", "indexer_prologue_fp8"]
+
+
+def indexer_prologue(
+    q_BSHD: torch.Tensor,
+    k_BSD: torch.Tensor,
+    gates_BSH: torch.Tensor,
+    norm_weight_D: torch.Tensor,
+    norm_bias_D: torch.Tensor,
+    norm_eps: float,
+    cos_BSP: torch.Tensor,
+    sin_BSP: torch.Tensor,
+    *,
+    interleaved: bool = True,
+    gate_scale: float,
+    backend: str | None = None,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Prepare queries, keys and head weights of the exact tier.
+
+    The key is LayerNorm(k), mean removed and bias added, rounded to k's dtype. RoPE turns the
+    first P dims of query and key with every product and sum rounded as torch rounds them in that
+    dtype. Interleaved pairs (2i, 2i + 1) come out de-interleaved, evens before odds; half split
+    pairs (i, i + P/2) keep their places. Head weights are gates in fp32 times `gate_scale`.
+
+    Args:
+        q_BSHD, k_BSD, gates_BSH: floating, any strides; any of B, S may be 0. q and k share a
+        dtype. norm_weight_D, norm_bias_D: in k's dtype or fp32.
+        norm_eps: of the module's own norm (1e-6), not the model's `rms_norm_eps`.
+        cos_BSP, sin_BSP: [B or 1, S, P], P even and at most D, both halves alike.
+        gate_scale: H^-0.5.
+        backend: force `triton` or `reference`.
+
+    Returns:
+        (q [B, S, H, D] and k [B, S, D] in their dtypes, weights fp32 [B, S, H]), all contiguous.
+    """
+    _check(
+        "indexer_prologue", q_BSHD, k_BSD, gates_BSH, norm_weight_D, norm_bias_D, cos_BSP, sin_BSP
+    )
+    return _indexer_prologue_op(
+        q_BSHD,
+        k_BSD,
+        gates_BSH,
+        norm_weight_D,
+        norm_bias_D,
+        norm_eps,
+        cos_BSP,
+        sin_BSP,
+        interleaved,
+        gate_scale,
+        backend or "",
+    )
+
+
+def indexer_prologue_fp8(
+    q_BSHD: torch.Tensor,
+    k_BSD: torch.Tensor,
+    gates_BSH: torch.Tensor,
+    norm_weight_D: torch.Tensor,
+    norm_bias_D: torch.Tensor,
+    norm_eps: float,
+    cos_BSP: torch.Tensor,
+    sin_BSP: torch.Tensor,
+    *,
+    interleaved: bool = True,
+    gate_scale: float,
+    key_pages: torch.Tensor,
+    block_table: torch.Tensor,
+    lengths_B: torch.Tensor,
+    backend: str | None = None,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Prepare queries and head weights of the FP8 tier, and store the keys.
+
+    The stored key is the exact tier's key, quantised with one scale: the same bytes that
+    `paged_write_fp8` stores for it. The query is rotated in fp32 and quantised without a rounding
+    between, one scale a token and head. Head weights carry every scale but the keys' own, in fp32:
+    gate * (gate_scale * D^-0.5) * q scale. No Hadamard rotation on either side.
+
+    Args:
+        key_pages: uint8 [pages, 64 * (D + 4)], written in place at the positions `lengths_B[b] +
+        s`. block_table: int32 [B, P]; a token whose entry is negative or missing is not stored.
+        lengths_B: tokens already cached.
+        (others): see `indexer_prologue`.
+
+    Returns:
+        (q float8_e4m3fn [B, S, H, D], weights fp32 [B, S, H]), both contiguous.
+    """
+    op = "indexer_prologue_fp8"
+    _check(op, q_BSHD, k_BSD, gates_BSH, norm_weight_D, norm_bias_D, cos_BSP, sin_BSP)
+    check_key_pages(op, key_pages, k_BSD.shape[2])
+    batch_size = k_BSD.shape[0]
+    if block_table.dim() != 2 or (block_table.shape[0], *lengths_B.shape) != (batch_size,) * 2:
+        raise ValueError(
+            f"{op}: block table [{batch_size}, P] and lengths [{batch_size}] expected, got "
+            f"{tuple(block_table.shape)} and {tuple(lengths_B.shape)}"
+        )
+    return _indexer_prologue_fp8_op(
+        q_BSHD,
+        k_BSD,
+        gates_BSH,
+        norm_weight_D,
+        norm_bias_D,
+        norm_eps,
+        cos_BSP,
+        sin_BSP,
+        interleaved,
+        gate_scale,
+        key_pages,
+        block_table,
+        lengths_B,
+        backend or "",
+    )
+
+
+def _check(
+    op: str,
+    q: torch.Tensor,
+    k: torch.Tensor,
+    gates: torch.Tensor,
+    norm_weight: torch.Tensor,
+    norm_bias: torch.Tensor,
+    cos: torch.Tensor,
+    sin: torch.Tensor,
+) -> None:
+    if q.dim() != 4 or k.shape != (*q.shape[:2], q.shape[3]) or gates.shape != q.shape[:3]:
+        raise ValueError(
+            f"{op}: q [B, S, H, D], k [B, S, D] and gates [B, S, H] expected, got "
+            f"{tuple(q.shape)}, {tuple(k.shape)} and {tuple(gates.shape)}"
+        )
+    if q.dtype != k.dtype or not q.is_floating_point():
+        raise ValueError(f"{op}: q and k must have one floating dtype, got {q.dtype} and {k.dtype}")
+    if norm_weight.shape != k.shape[2:] or norm_bias.shape != k.shape[2:]:
+        raise ValueError(
+            f"{op}: norm weight and bias must be [{k.shape[2]}], got "
+            f"{tuple(norm_weight.shape)} and {tuple(norm_bias.shape)}"
+        )
+    rope_dim = cos.shape[-1]
+    if rope_dim % 2 or rope_dim > q.shape[3]:
+        raise ValueError(f"{op}: rope dim must be even and at most {q.shape[3]}, got {rope_dim}")
+    if cos.shape != sin.shape or cos.dim() != 3 or cos.shape[1] != q.shape[1]:
+        raise ValueError(
+            f"{op}: cos and sin must be [{q.shape[0]} or 1, {q.shape[1]}, P], got "
+            f"{tuple(cos.shape)} and {tuple(sin.shape)}"
+        )
+    if cos.shape[0] not in (1, q.shape[0]):
+        raise ValueError(f"{op}: cos has batch {cos.shape[0]}, expected {q.shape[0]} or 1")
+
+
+_BACKENDS = (_dispatch.Backend("reference", _dispatch.always, indexer_prologue_reference),)
+_BACKENDS_FP8 = (_dispatch.Backend("reference", _dispatch.always, indexer_prologue_fp8_reference),)
+
+
+def _indexer_prologue(
+    q_BSHD: torch.Tensor,
+    k_BSD: torch.Tensor,
+    gates_BSH: torch.Tensor,
+    norm_weight_D: torch.Tensor,
+    norm_bias_D: torch.Tensor,
+    norm_eps: float,
+    cos_BSP: torch.Tensor,
+    sin_BSP: torch.Tensor,
+    interleaved: bool,
+    gate_scale: float,
+    backend: str,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    return _dispatch.run(
+        "indexer_prologue",
+        _BACKENDS,
+        backend,
+        q_BSHD,
+        k_BSD,
+        gates_BSH,
+        norm_weight_D,
+        norm_bias_D,
+        norm_eps,
+        cos_BSP,
+        sin_BSP,
+        interleaved,
+        gate_scale,
+    )
+
+
+def _indexer_prologue_fake(
+    q_BSHD: torch.Tensor,
+    k_BSD: torch.Tensor,
+    gates_BSH: torch.Tensor,
+    norm_weight_D: torch.Tensor,
+    norm_bias_D: torch.Tensor,
+    norm_eps: float,
+    cos_BSP: torch.Tensor,
+    sin_BSP: torch.Tensor,
+    interleaved: bool,
+    gate_scale: float,
+    backend: str,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    return (
+        q_BSHD.new_empty(q_BSHD.shape),
+        k_BSD.new_empty(k_BSD.shape),
+        gates_BSH.new_empty(gates_BSH.shape, dtype=torch.float32),
+    )
+
+
+def _indexer_prologue_fp8(
+    q_BSHD: torch.Tensor,
+    k_BSD: torch.Tensor,
+    gates_BSH: torch.Tensor,
+    norm_weight_D: torch.Tensor,
+    norm_bias_D: torch.Tensor,
+    norm_eps: float,
+    cos_BSP: torch.Tensor,
+    sin_BSP: torch.Tensor,
+    interleaved: bool,
+    gate_scale: float,
+    key_pages: torch.Tensor,
+    block_table: torch.Tensor,
+    lengths_B: torch.Tensor,
+    backend: str,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    return _dispatch.run(
+        "indexer_prologue_fp8",
+        _BACKENDS_FP8,
+        backend,
+        q_BSHD,
+        k_BSD,
+        gates_BSH,
+        norm_weight_D,
+        norm_bias_D,
+        norm_eps,
+        cos_BSP,
+        sin_BSP,
+        interleaved,
+        gate_scale,
+        key_pages,
+        block_table,
+        lengths_B,
+    )
+
+
+def _indexer_prologue_fp8_fake(
+    q_BSHD: torch.Tensor,
+    k_BSD: torch.Tensor,
+    gates_BSH: torch.Tensor,
+    norm_weight_D: torch.Tensor,
+    norm_bias_D: torch.Tensor,
+    norm_eps: float,
+    cos_BSP: torch.Tensor,
+    sin_BSP: torch.Tensor,
+    interleaved: bool,
+    gate_scale: float,
+    key_pages: torch.Tensor,
+    block_table: torch.Tensor,
+    lengths_B: torch.Tensor,
+    backend: str,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    return (
+        q_BSHD.new_empty(q_BSHD.shape, dtype=torch.float8_e4m3fn),
+        gates_BSH.new_empty(gates_BSH.shape, dtype=torch.float32),
+    )
+
+
+_indexer_prologue_op = register_op(
+    "indexer_prologue(Tensor q_BSHD, Tensor k_BSD, Tensor gates_BSH, Tensor norm_weight_D, "
+    "Tensor norm_bias_D, float norm_eps, Tensor cos_BSP, Tensor sin_BSP, bool interleaved, "
+    "float gate_scale, str backend) -> (Tensor, Tensor, Tensor)",
+    _indexer_prologue,
+    _indexer_prologue_fake,
+)
+_indexer_prologue_fp8_op = register_op(
+    "indexer_prologue_fp8(Tensor q_BSHD, Tensor k_BSD, Tensor gates_BSH, Tensor norm_weight_D, "
+    "Tensor norm_bias_D, float norm_eps, Tensor cos_BSP, Tensor sin_BSP, bool interleaved, "
+    "float gate_scale, Tensor(a!) key_pages, Tensor block_table, Tensor lengths_B, str backend) "
+    "-> (Tensor, Tensor)",
+    _indexer_prologue_fp8,
+    _indexer_prologue_fp8_fake,
+)
