@@ -1,4 +1,4 @@
-"""Options of the backend: one frozen record, also taken as the dict of `torch.compile(options=)`."""
+"""Options of the backend: one frozen record, also taken as a dict (`torch.compile(options=)`)."""
 
 from __future__ import annotations
 

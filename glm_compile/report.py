@@ -1,0 +1,200 @@
+"""What the passes found in one compiled graph, against what the model has.
+
+A report is computed from the graphs: the matches of a layer kind times the layers that use it. A
+compile cache that is hit therefore loses nothing.
+"""
+
+from __future__ import annotations
+
+import collections
+import io
+import os
+import shutil
+import tempfile
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from glm_compile.fx_passes.base import Declined
+
+# Written into every folder that `save` makes, so that it overwrites its own folders only.
+MARKER = "glm_compile_report.txt"
+_MAX_REPORTS = 16
+_REPORTS: collections.deque[CompileReport] = collections.deque(maxlen=_MAX_REPORTS)
+
+
+@dataclass(frozen=True)
+class GraphDump:
+    """One graph before and after one pass.
+
+    Attributes:
+        graph: which graph: `model`, or a layer kind with its uses.
+        pass_name: report key of the pass, or the name of the stage.
+        before: the graph as text.
+        after: the same after the pass; equal to `before` where nothing matched.
+    """
+
+    graph: str
+    pass_name: str
+    before: str
+    after: str
+
+
+@dataclass
+class CompileReport:
+    """Matches and expectations of one compiled graph.
+
+    Attributes:
+        title: what was compiled: `model`, `MTP layer`, `part of the model`.
+        tier: `exact` or `fp8 (changes numbers)`.
+        inner: the compiler that the graph went to after the passes.
+        mask_route: how the mask's meaning was found: `proven`, `bounds`, `kept`; else `none`.
+        matches: regions replaced, by pass, over all layers.
+        expected: regions that the model has, by pass.
+        declined: candidates left alone, by pass, each with its reason.
+        notes: what else a user should know.
+        graphs: the graphs before and after each pass, for `save`.
+    """
+
+    title: str = "model"
+    tier: str = "exact"
+    inner: str = "inductor"
+    mask_route: str = "none"
+    matches: dict[str, int] = field(default_factory=dict)
+    expected: dict[str, int] = field(default_factory=dict)
+    declined: dict[str, list[Declined]] = field(default_factory=dict)
+    notes: list[str] = field(default_factory=list)
+    graphs: list[GraphDump] = field(default_factory=list, repr=False)
+
+    @property
+    def ok(self) -> bool:
+        """Whether every pass matched exactly what the model has."""
+        return not self.mismatched
+
+    @property
+    def mismatched(self) -> list[str]:
+        """Passes that matched fewer or more regions than expected."""
+        keys = {**self.expected, **self.matches}
+        return [k for k in keys if self.matches.get(k, 0) != self.expected.get(k, 0)]
+
+    def add_declined(self, pass_name: str, declined: Iterable[Declined]) -> None:
+        """Record candidates that were left alone; the same place and reason are recorded once."""
+        known = self.declined.setdefault(pass_name, [])
+        known.extend(d for d in dict.fromkeys(declined) if d not in known)
+
+    def table(self) -> str:
+        """Return pass / expected / matched / declined as text, with the tier and the mask's route."""
+        from rich.box import ASCII
+        from rich.console import Console
+        from rich.table import Table
+
+        table = Table(box=ASCII, show_lines=False, title=f"glm_compile: {self.title}")
+        for column in ("pass", "expected", "matched", "declined"):
+            table.add_column(
+                column, justify="right" if column in ("expected", "matched") else "left"
+            )
+        for name in {**self.expected, **self.matches}:
+            table.add_row(
+                name,
+                str(self.expected.get(name, 0)),
+                str(self.matches.get(name, 0)),
+                "\n".join(_summaries(self.declined.get(name, []))) or "-",
+            )
+        console = Console(
+            file=io.StringIO(),
+            width=120,
+            color_system=None,
+            markup=False,
+            highlight=False,
+            emoji=False,
+        )
+        console.print(table)
+        console.print(
+            f"tier: {self.tier}; mask: {self.mask_route}; inner compiler: {self.inner}",
+            soft_wrap=True,
+        )
+        for note in self.notes:
+            console.print(f"note: {note}", soft_wrap=True)
+        text: str = console.file.getvalue()  # type: ignore[attr-defined]
+        return "\n".join(line.rstrip() for line in text.rstrip().splitlines())
+
+    def __str__(self) -> str:
+        return self.table()
+
+    def save(self, path: str | os.PathLike[str]) -> Path:
+        """Write the table and each graph before and after each pass as text files.
+
+        The folder appears complete or not at all. One that an earlier `save` made is replaced.
+
+        Raises:
+            FileExistsError: `path` is a file, or a folder with content that is not a report.
+        """
+        target = Path(path).absolute()
+        if target.exists() or target.is_symlink():
+            if not target.is_dir():
+                raise FileExistsError(f"save: {target} exists and is not a folder")
+            if any(target.iterdir()) and not (target / MARKER).is_file():
+                raise FileExistsError(
+                    f"save: {target} has content that is not a glm_compile report; "
+                    "give an empty or new folder"
+                )
+        target.parent.mkdir(parents=True, exist_ok=True)
+        scratch = Path(tempfile.mkdtemp(prefix=f".{target.name}-", dir=target.parent))
+        try:
+            self._write(scratch)
+            # mkdtemp makes private folders; a report is as readable as any other file of the user.
+            umask = os.umask(0)
+            os.umask(umask)
+            scratch.chmod(0o777 & ~umask)
+            if target.exists():
+                old = Path(tempfile.mkdtemp(prefix=f".{target.name}-old-", dir=target.parent))
+                target.rename(old / "report")
+                scratch.rename(target)
+                shutil.rmtree(old)
+            else:
+                scratch.rename(target)
+        finally:
+            shutil.rmtree(scratch, ignore_errors=True)
+        return target
+
+    def _write(self, folder: Path) -> None:
+        (folder / MARKER).write_text(self.table() + "\n", encoding="utf-8")
+        numbers: dict[str, int] = {}
+        for dump in self.graphs:
+            graph = _file_name(dump.graph)
+            number = numbers.setdefault(graph, len(numbers))
+            stage = sum(1 for _ in (folder.glob(f"{number:02d}-{graph}-*-before.txt")))
+            stem = f"{number:02d}-{graph}-{stage}-{_file_name(dump.pass_name)}"
+            (folder / f"{stem}-before.txt").write_text(dump.before + "\n", encoding="utf-8")
+            (folder / f"{stem}-after.txt").write_text(dump.after + "\n", encoding="utf-8")
+
+
+def last_report() -> CompileReport | None:
+    """Return the report of the latest compilation by the backend in this process, or None."""
+    return _REPORTS[-1] if _REPORTS else None
+
+
+def reports() -> list[CompileReport]:
+    """Return the reports of the latest compilations (at most 16), oldest first."""
+    return list(_REPORTS)
+
+
+def remember(report: CompileReport) -> None:
+    """Make `report` the latest one."""
+    _REPORTS.append(report)
+
+
+def _summaries(declined: list[Declined]) -> list[str]:
+    """One line a reason: the places that share it, the first two by name."""
+    places: dict[str, list[str]] = {}
+    for entry in declined:
+        places.setdefault(entry.reason, []).append(entry.where)
+    lines = []
+    for reason, where in places.items():
+        more = f" and {len(where) - 2} more" if len(where) > 2 else ""
+        lines.append(f"{', '.join(where[:2])}{more}: {reason}")
+    return lines
+
+
+def _file_name(text: str) -> str:
+    return "".join(c if c.isalnum() or c in "._" else "_" for c in text)
