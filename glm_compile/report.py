@@ -83,7 +83,7 @@ class CompileReport:
         known.extend(d for d in dict.fromkeys(declined) if d not in known)
 
     def table(self) -> str:
-        """Return pass / expected / matched / declined as text, with the tier and the mask's route."""
+        """Return pass, expected, matched and declined as text, with the tier and the mask route."""
         from rich.box import ASCII
         from rich.console import Console
         from rich.table import Table
