@@ -1,0 +1,468 @@
+"""PagedCache: latents and index keys in pages, one length per sequence.
+
+A transformers Cache for unmodified GlmMoeDsa models. Tokens of a step are written at positions
+`lengths[b]` onwards; every read returns the whole allocated length and the mask says what counts, so no
+shape depends on a position and a compiled forward never recompiles for one.
+
+Rows of a step may have different lengths (`advance` with a tensor). transformers' own mask has one
+offset for the batch and would be silently wrong then, so such a cache refuses to be asked for it and
+names `causal_mask`.
+
+Shape letters: B batch, S query tokens of the step, T cached tokens (allocated), L kv_lora, P rope dim,
+D index head dim, X width of a cached row, N pages.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+import torch
+from transformers.cache_utils import Cache, CacheLayerMixin
+
+from glm_compile.errors import UnsupportedError
+from glm_compile.model_facts import FULL, GlmDsaConfig
+from glm_compile.ops.paged_cache import (
+    PAGE_SIZE,
+    advance,
+    key_page_bytes,
+    paged_gather,
+    paged_gather_fp8,
+    paged_write,
+    paged_write_fp8,
+)
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedConfig
+
+FP8 = torch.float8_e4m3fn
+_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+
+
+class PagedLayer(CacheLayerMixin):
+    """Pages of one decoder layer. `key_pages` is None for a layer without an indexer of its own."""
+
+    is_compileable = False
+    is_croppable = True
+    is_sliding = False
+
+    def __init__(self, latent_pages: torch.Tensor, key_pages: torch.Tensor | None, batch_size: int):
+        super().__init__()
+        self.latent_pages = latent_pages
+        self.key_pages = key_pages
+        self.batch_size = batch_size
+        self.is_initialized = True
+
+    def lazy_initialization(self, key_states: torch.Tensor, value_states: torch.Tensor) -> None:
+        """Nothing to do: pages are allocated with the cache."""
+
+    def update(self, *args: Any, **kwargs: Any) -> tuple[torch.Tensor, torch.Tensor]:
+        raise NotImplementedError("lengths belong to the cache: call PagedCache.update")
+
+    def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
+        raise NotImplementedError("lengths belong to the cache: call PagedCache.get_mask_sizes")
+
+    def get_seq_length(self) -> int:
+        raise NotImplementedError("lengths belong to the cache: call PagedCache.get_seq_length")
+
+    def get_max_length(self) -> int:
+        raise NotImplementedError("lengths belong to the cache: call PagedCache.get_max_length")
+
+
+class PagedCache(Cache):
+    """Cache of a GlmMoeDsa model with a length per sequence.
+
+    Args:
+        config: the model's config (or GlmDsaConfig, or the contents of a config.json).
+        batch_size: number of sequences; beam search needs batch times beams.
+        max_cache_len: tokens that each sequence can hold.
+        dtype: dtype of latents (and of index keys unless `index_dtype` says FP8): the dtype the model
+            computes in. None takes the config's, else torch's default.
+        index_dtype: None for index keys in `dtype` (exact), or torch.float8_e4m3fn for FP8 keys with
+            one float32 scale per token.
+        device: None for torch's default device.
+        num_mtp_layers: MTP layers that keep their rows here, behind the decoder layers; their index is
+            `config.num_hidden_layers + i`. They roll back together with the rest.
+
+    Attributes:
+        lengths: int32 [B], tokens held by each sequence. Its address never changes.
+        block_table: int32 [B, pages per sequence], page that holds tokens 64*i to 64*i+63.
+        layers: PagedLayer per layer; each owns its tensors.
+        auto_advance: whether the last write of a forward of the decoder layers advances the lengths by
+            the step's tokens. Loops that accept a part of them set it to False and call `advance`.
+    """
+
+    def __init__(
+        self,
+        config: PreTrainedConfig | Mapping[str, Any] | GlmDsaConfig,
+        batch_size: int,
+        max_cache_len: int,
+        *,
+        dtype: torch.dtype | None = None,
+        index_dtype: torch.dtype | None = None,
+        device: torch.device | str | int | None = None,
+        num_mtp_layers: int = 0,
+    ) -> None:
+        facts = GlmDsaConfig.from_transformers(config)
+        for name, value, least in (
+            ("batch_size", batch_size, 1),
+            ("max_cache_len", max_cache_len, 1),
+            ("num_mtp_layers", num_mtp_layers, 0),
+        ):
+            if value < least:
+                raise ValueError(f"PagedCache: {name} must be at least {least}, got {value}")
+        dtype = dtype or facts.dtype or torch.get_default_dtype()
+        _check_dtypes(dtype, index_dtype)
+        num_pages_each = -(-max_cache_len // PAGE_SIZE)
+        num_pages = batch_size * num_pages_each
+        head_dim = facts.index_head_dim
+        is_fp8 = index_dtype == FP8
+
+        def make_layer(is_full: bool) -> PagedLayer:
+            # Zeros, not empty: an unwritten row is masked, but its NaN would survive 0 * NaN.
+            latent_pages = torch.zeros(
+                num_pages, PAGE_SIZE, facts.latent_dim, dtype=dtype, device=device
+            )
+            key_pages = None
+            if is_full and is_fp8:
+                key_pages = torch.zeros(
+                    num_pages, key_page_bytes(head_dim), dtype=torch.uint8, device=device
+                )
+            elif is_full:
+                key_pages = torch.zeros(num_pages, PAGE_SIZE, head_dim, dtype=dtype, device=device)
+            return PagedLayer(latent_pages, key_pages, batch_size)
+
+        kinds = [kind == FULL for kind in facts.indexer_types] + [True] * num_mtp_layers
+        super().__init__(layers=[make_layer(is_full) for is_full in kinds])
+        self.num_decoder_layers = facts.num_hidden_layers
+        self.kv_lora_rank = facts.kv_lora_rank
+        self.index_head_dim = head_dim
+        self.max_cache_len = max_cache_len
+        self.dtype = dtype
+        self.index_dtype = index_dtype or dtype
+        self.is_index_fp8 = is_fp8
+        self.auto_advance = True
+        self.lengths = torch.zeros(batch_size, dtype=torch.int32, device=device)
+        self.block_table = torch.arange(num_pages, dtype=torch.int32, device=device).view(
+            batch_size, num_pages_each
+        )
+        self._batch_size = batch_size
+        # The layer whose last write ends a forward: its indexer writes after its attention.
+        self._last_layer = facts.num_hidden_layers - 1
+        self._ends_with_indexer = kinds[self._last_layer]
+        self._is_ragged = False
+        # Longest length as far as the host knows it; None once only the device knows.
+        self._known_length: int | None = 0
+
+    # -- what the model calls ---------------------------------------------------------------------
+
+    def update(
+        self,
+        key_states: torch.Tensor,
+        value_states: torch.Tensor,
+        layer_idx: int,
+        *args: Any,
+        **kwargs: Any,
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Write a step's latents [B,1,S,L] and rotated keys [B,1,S,P]; return all [B,1,T,*]."""
+        if layer_idx == 0 or layer_idx >= self.num_decoder_layers:
+            self._check_step(key_states)
+        new_BSX = torch.cat((key_states, value_states), dim=-1).squeeze(1)
+        paged_write(self.layers[layer_idx].latent_pages, new_BSX, self.block_table, self.lengths)
+        if layer_idx == self._last_layer and not self._ends_with_indexer:
+            self._end_forward(key_states.shape[2])
+        return self._gather_latents(layer_idx)
+
+    def update_indexer(self, indexer_key_states: torch.Tensor, layer_idx: int) -> torch.Tensor:
+        """Write a step's index keys [B,S,D]; return all of them [B,T,D]."""
+        pages = self.layers[layer_idx].key_pages
+        if pages is None:
+            raise ValueError(
+                f"PagedCache: layer {layer_idx} is 'shared' in indexer_types and has no index keys; "
+                "the model that writes them was built with another config"
+            )
+        table, lengths = self.block_table, self.lengths
+        if self.is_index_fp8:
+            paged_write_fp8(pages, indexer_key_states, table, lengths)
+            keys_BTD = paged_gather_fp8(
+                pages,
+                table,
+                self.max_cache_len,
+                head_dim=self.index_head_dim,
+                dtype=indexer_key_states.dtype,
+            )
+        else:
+            paged_write(pages, indexer_key_states, table, lengths)
+            keys_BTD = paged_gather(pages, table, self.max_cache_len)
+        if layer_idx == self._last_layer:
+            self._end_forward(indexer_key_states.shape[1])
+        return keys_BTD
+
+    def get_seq_length(self, layer_idx: int = 0) -> Any:
+        """Length of every sequence, as a 0-d tensor: reading it costs no synchronisation."""
+        self._refuse_ragged("one length for the batch (pass position_ids)")
+        return self.lengths.max()
+
+    def get_query_offset(self, layer_idx: int = 0) -> Any:
+        self._refuse_ragged("transformers' own causal mask")
+        return self.lengths.max()
+
+    def get_mask_sizes(self, query_length: int, layer_idx: int) -> tuple[int, int]:
+        self._refuse_ragged("transformers' own causal mask")
+        return self.max_cache_len, 0
+
+    def get_max_length(self, layer_idx: int | None = None) -> int:
+        return self.max_cache_len
+
+    @property
+    def batch_size(self) -> int:
+        return self._batch_size
+
+    # -- masks for callers whose rows differ --------------------------------------------------------
+
+    def causal_mask(
+        self,
+        num_query_tokens: int,
+        dtype: torch.dtype = torch.bool,
+        *,
+        starts_B: torch.Tensor | None = None,
+        key_mask: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        """Mask [B,1,S,T] of a step that is written at `lengths`: row s sees p <= lengths[b] + s.
+
+        Call it inside the compiled function, before the forward, and pass it as
+        `attention_mask={"indexed_attention": mask}`.
+
+        Args:
+            dtype: bool for sdpa; the model's dtype for eager attention, which adds the mask.
+            starts_B: first position that counts, per sequence.
+            key_mask: bool, broadcastable to [B,S,T]; False excludes a key.
+        """
+        from glm_compile.ops.causal_mask import causal_mask
+
+        return causal_mask(
+            self.lengths, starts_B, key_mask, num_query_tokens, self.max_cache_len, dtype
+        )
+
+    def draft_mask(self, dtype: torch.dtype = torch.bool) -> torch.Tensor:
+        """Mask [B,1,1,T] of a draft step that writes nothing: it sees what is cached, p < lengths[b]."""
+        from glm_compile.ops.causal_mask import causal_mask
+
+        return causal_mask(self.lengths - 1, None, None, 1, self.max_cache_len, dtype)
+
+    def read_only(self) -> ReadOnlyPagedCache:
+        """View for draft steps that share the cache: `update` returns what is cached, writes nothing."""
+        return ReadOnlyPagedCache(self)
+
+    # -- lengths --------------------------------------------------------------------------------------
+
+    def advance(self, num_tokens: int | torch.Tensor) -> None:
+        """Count tokens as held: the same number for every sequence, or one per sequence [B]."""
+        if isinstance(num_tokens, torch.Tensor) and num_tokens.dim() > 0:
+            if num_tokens.shape[0] != self._batch_size:
+                raise ValueError(
+                    f"PagedCache.advance: expected one count for each of {self._batch_size} "
+                    f"sequences, got shape {tuple(num_tokens.shape)}"
+                )
+            self._is_ragged = self._batch_size > 1
+            self._known_length = None
+            self.lengths.add_(num_tokens.to(self.lengths.dtype))
+        elif isinstance(num_tokens, torch.Tensor):
+            self._known_length = None
+            self.lengths.add_(num_tokens.to(self.lengths.dtype))
+        else:
+            self._count(num_tokens)
+            advance(self.lengths, num_tokens)
+
+    def set_lengths(self, lengths: int | Sequence[int] | torch.Tensor) -> None:
+        """Set the tokens held by each sequence (rollback): one number, or one per sequence.
+
+        Tokens beyond a length are never seen again and are overwritten by the next step. MTP rows roll
+        back with the rest.
+        """
+        if isinstance(lengths, torch.Tensor) and lengths.device.type != "cpu":
+            if lengths.dim() > 0 and lengths.shape != self.lengths.shape:
+                raise ValueError(
+                    f"PagedCache.set_lengths: expected {self._batch_size} lengths, got "
+                    f"shape {tuple(lengths.shape)}"
+                )
+            self._is_ragged = lengths.dim() > 0 and self._batch_size > 1
+            self._known_length = None
+            self.lengths.copy_(lengths)
+            return
+        values = torch.as_tensor(lengths, dtype=torch.int32).expand(self._batch_size)
+        longest = int(values.max())
+        if int(values.min()) < 0 or longest > self.max_cache_len:
+            raise ValueError(
+                f"PagedCache.set_lengths: lengths must be within 0 and {self.max_cache_len} "
+                f"(max_cache_len), got {values.tolist()}"
+            )
+        self._is_ragged = bool((values != values[0]).any())
+        self._known_length = longest
+        self.lengths.copy_(values)
+
+    def crop(self, tokens_to_remove: int) -> None:
+        """Drop the last `-tokens_to_remove` tokens of every sequence (transformers' meaning: <= 0)."""
+        if tokens_to_remove > 0:
+            raise ValueError(
+                "PagedCache.crop takes a negative number: how many tokens to drop; "
+                f"got {tokens_to_remove}. set_lengths sets absolute lengths"
+            )
+        if tokens_to_remove == 0:
+            return
+        if self._known_length is not None:
+            self._known_length = max(self._known_length + tokens_to_remove, 0)
+        self.lengths.add_(tokens_to_remove).clamp_(min=0)
+
+    def reset(self) -> None:
+        """Forget all tokens; memory and addresses stay."""
+        self.lengths.zero_()
+        self._is_ragged = False
+        self._known_length = 0
+
+    # -- batch ------------------------------------------------------------------------------------------
+
+    def reorder_cache(self, beam_idx: torch.Tensor) -> None:
+        """Make sequence b a copy of sequence `beam_idx[b]` (beam search)."""
+        if tuple(beam_idx.shape) != (self._batch_size,):
+            raise ValueError(
+                f"PagedCache.reorder_cache: expected {self._batch_size} indices, got shape "
+                f"{tuple(beam_idx.shape)}"
+            )
+        beam_idx = beam_idx.to(self.lengths.device)
+        target = self.block_table.flatten().long()
+        source = self.block_table.index_select(0, beam_idx).flatten().long()
+        for layer in self.layers:
+            for pages in (layer.latent_pages, layer.key_pages):
+                if pages is not None:
+                    pages[target] = pages[source]
+        self.lengths.copy_(self.lengths.index_select(0, beam_idx))
+
+    def batch_repeat_interleave(self, repeats: int) -> None:
+        raise UnsupportedError(
+            "PagedCache has a fixed number of sequences and cannot repeat them; make it with "
+            f"batch_size={self._batch_size * repeats}"
+        )
+
+    def batch_select_indices(self, indices: torch.Tensor) -> None:
+        raise UnsupportedError(
+            "PagedCache has a fixed number of sequences and cannot drop some of them; "
+            "make a new cache, or reorder_cache with batch_size indices"
+        )
+
+    # -- accounting -------------------------------------------------------------------------------------
+
+    def bytes_per_token(self) -> int:
+        """Bytes that one token of one sequence takes over all layers."""
+        rows = PAGE_SIZE * self.block_table.numel()
+        return self._page_bytes() // rows
+
+    def num_bytes(self) -> int:
+        """Bytes of all tensors of the cache."""
+        return self._page_bytes() + sum(t.nbytes for t in (self.lengths, self.block_table))
+
+    def _page_bytes(self) -> int:
+        return sum(
+            pages.nbytes
+            for layer in self.layers
+            for pages in (layer.latent_pages, layer.key_pages)
+            if pages is not None
+        )
+
+    # -- internals --------------------------------------------------------------------------------------
+
+    def _gather_latents(self, layer_idx: int) -> tuple[torch.Tensor, torch.Tensor]:
+        latents_BTX = paged_gather(
+            self.layers[layer_idx].latent_pages, self.block_table, self.max_cache_len
+        )
+        latents_B1TX = latents_BTX.unsqueeze(1)
+        return latents_B1TX[..., : self.kv_lora_rank], latents_B1TX[..., self.kv_lora_rank :]
+
+    def _check_step(self, key_states: torch.Tensor) -> None:
+        if key_states.shape[0] != self._batch_size:
+            raise ValueError(
+                f"PagedCache was made for batch_size={self._batch_size}, but this step has "
+                f"{key_states.shape[0]} sequences (beam search and num_return_sequences multiply the "
+                "batch); make it with the larger batch_size"
+            )
+        if key_states.dtype != self.dtype:
+            raise ValueError(
+                f"PagedCache holds {self.dtype} but the model computes {key_states.dtype}; make it "
+                f"with dtype={key_states.dtype}"
+            )
+        if torch.compiler.is_compiling():
+            return
+        held = self._host_length()
+        num_new = key_states.shape[2]
+        if held is not None and held + num_new > self.max_cache_len:
+            raise ValueError(
+                f"PagedCache is full: {held} tokens held and {num_new} new ones, but "
+                f"max_cache_len is {self.max_cache_len}; make it larger"
+            )
+
+    def _host_length(self) -> int | None:
+        """Longest length if the host can tell without waiting for a device."""
+        if self._known_length is None and self.lengths.device.type == "cpu":
+            self._known_length = int(self.lengths.max())
+        return self._known_length
+
+    def _end_forward(self, num_tokens: int) -> None:
+        if self.auto_advance:
+            self._count(num_tokens)
+            advance(self.lengths, num_tokens)
+
+    def _count(self, num_tokens: int) -> None:
+        # Traced code only forgets the number: to read it would make it a guard, and a recompile a step.
+        if torch.compiler.is_compiling():
+            self._known_length = None
+        elif self._known_length is not None:
+            self._known_length += num_tokens
+
+    def _refuse_ragged(self, wanted: str) -> None:
+        if self._is_ragged:
+            raise ValueError(
+                f"PagedCache: the sequences may have different lengths, so {wanted} would be wrong; "
+                'pass attention_mask={"indexed_attention": cache.causal_mask(S, dtype)} and '
+                "position_ids (lengths: cache.lengths)"
+            )
+
+
+class ReadOnlyPagedCache(Cache):
+    """The cache as a draft step sees it: reads of one PagedCache, no writes, no index keys."""
+
+    def __init__(self, cache: PagedCache) -> None:
+        super().__init__(layers=cache.layers)
+        self.source = cache
+
+    def update(
+        self,
+        key_states: torch.Tensor,
+        value_states: torch.Tensor,
+        layer_idx: int,
+        *args: Any,
+        **kwargs: Any,
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        return self.source._gather_latents(layer_idx)
+
+    def update_indexer(self, indexer_key_states: torch.Tensor, layer_idx: int) -> torch.Tensor:
+        raise ValueError(
+            "this view of a PagedCache writes nothing, but the layer ran its indexer; a draft step "
+            "with a shared index takes the selection of the step before"
+        )
+
+
+def _check_dtypes(dtype: torch.dtype, index_dtype: torch.dtype | None) -> None:
+    if dtype not in _DTYPES:
+        raise UnsupportedError(
+            f"PagedCache: latents are float32, bfloat16 or float16, got dtype={dtype}"
+            + (
+                "; only index keys can be FP8: index_dtype=torch.float8_e4m3fn"
+                if dtype.itemsize == 1
+                else ""
+            )
+        )
+    if index_dtype not in (None, dtype, FP8):
+        raise UnsupportedError(
+            f"PagedCache: index keys are in dtype ({dtype}) or torch.float8_e4m3fn, "
+            f"got index_dtype={index_dtype}"
+        )
