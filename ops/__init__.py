@@ -15,9 +15,19 @@ if __name__ != "glm_compile.ops":
 from glm_compile.ops import (
     attention,
     bf16_linear,
+    causal_mask,
+    fp8_quant,
     indexer_prologue,
     merged_linear,
     paged_cache,
 )
 
-__all__ = ["attention", "bf16_linear", "indexer_prologue", "merged_linear", "paged_cache"]
+__all__ = [
+    "attention",
+    "bf16_linear",
+    "causal_mask",
+    "fp8_quant",
+    "indexer_prologue",
+    "merged_linear",
+    "paged_cache",
+]

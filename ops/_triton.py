@@ -1,0 +1,38 @@
+"""Device functions that several kernels share. Imported by kernel files only: needs Triton."""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+FP8_MAX = tl.constexpr(448.0)
+AMAX_FLOOR = tl.constexpr(1e-4)
+
+
+@triton.jit
+def finite_amax(x, axis: tl.constexpr):
+    """Largest finite |x| along `axis` in fp32: infinities and NaN do not set a scale."""
+    magnitude = tl.abs(x)
+    return tl.max(tl.where(magnitude < float("inf"), magnitude, 0.0), axis)
+
+
+@triton.jit
+def fp8_scale(amax, POWER_OF_TWO: tl.constexpr):
+    """Scale of a row from its finite amax, as `fp8_quant_reference` takes it, bit for bit."""
+    scale = tl.div_rn(tl.maximum(amax, AMAX_FLOOR), tl.full(amax.shape, FP8_MAX, tl.float32))
+    if POWER_OF_TWO:
+        bits = scale.to(tl.int32, bitcast=True)
+        scale = ((bits + 0x7FFFFF) & -0x800000).to(tl.float32, bitcast=True)
+    return scale
+
+
+@triton.jit
+def to_fp8(x, scale):
+    """x / scale as e4m3: rounded to nearest even, saturated at 448, NaN kept.
+
+    `x` and `scale` are fp32 blocks of one shape.
+    """
+    scaled = tl.div_rn(x, scale)
+    # Comparisons, unlike min and max, let NaN through.
+    scaled = tl.where(scaled > FP8_MAX, FP8_MAX, tl.where(scaled < -FP8_MAX, -FP8_MAX, scaled))
+    return scaled.to(tl.float8e4nv)
