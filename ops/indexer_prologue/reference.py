@@ -8,6 +8,7 @@ from __future__ import annotations
 import torch
 import torch.nn.functional as F
 
+from glm_compile.ops.fp8_quant.reference import fp8_quant_reference
 from glm_compile.ops.paged_cache.reference import paged_write_fp8_reference
 
 
@@ -81,8 +82,6 @@ def indexer_prologue_fp8_reference(
     k_BSD = key_norm_reference(k_BSD, norm_weight_D, norm_bias_D, norm_eps)
     k_BSD = rope_reference(k_BSD, cos_BSP, sin_BSP, interleaved)
     paged_write_fp8_reference(key_pages, k_BSD, block_table, lengths_B)
-
-    from glm_compile.ops.fp8_quant.reference import fp8_quant_reference
 
     cos, sin = cos_BSP[:, :, None].float(), sin_BSP[:, :, None].float()
     q_BSHD, scale_BSH = fp8_quant_reference(

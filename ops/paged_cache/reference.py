@@ -10,6 +10,8 @@ from __future__ import annotations
 
 import torch
 
+from glm_compile.ops.fp8_quant.reference import fp8_quant_reference
+
 PAGE_SIZE = 64
 SCALE_BYTES = 4
 
@@ -66,8 +68,6 @@ def paged_write_fp8_reference(
     lengths_B: torch.Tensor,
 ) -> None:
     """Quantise `new_BSD` with one scale per row and store it behind the cached rows."""
-    from glm_compile.ops.fp8_quant.reference import fp8_quant_reference
-
     page_BS, row_BS, is_stored_BS = slots_of_step(block_table_BP, lengths_B, new_BSD.shape[1])
     values, scale_values = fp8_quant_reference(new_BSD[is_stored_BS], False)
     keys, scales = split_key_pages(key_pages, new_BSD.shape[2])

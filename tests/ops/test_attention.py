@@ -9,6 +9,7 @@ import itertools
 
 import pytest
 import torch
+from torch._dynamo.testing import CompileCounter
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.models.glm_moe_dsa.modeling_glm_moe_dsa import eager_attention_forward
 
@@ -180,7 +181,7 @@ def test_compiles_once_for_all_query_lengths():
         return indexed_attention(q, k, v, topk, lengths, scale=SCALE) + 1
 
     compiled = torch.compile(step, backend="aot_eager", fullgraph=True)
-    counter = torch._dynamo.testing.CompileCounter()
+    counter = CompileCounter()
     counted = torch.compile(step, backend=counter, fullgraph=True)
     for S in (5, 3, 7, 12):
         q, k, v = _qkv(S=S)

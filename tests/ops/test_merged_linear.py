@@ -77,7 +77,7 @@ def test_weights_that_are_not_neighbours_are_seen():
 
 
 def test_neighbours_in_memory_of_two_storages_are_not_one_block():
-    """The next allocation may follow directly; a view must not cross from one storage to another."""
+    """The next allocation may follow directly; a view must not cross into another storage."""
     raw = bytearray(4 * 10 * 8)
     whole = torch.frombuffer(raw, dtype=torch.float32).view(10, 8)
     first = torch.frombuffer(memoryview(raw)[: 4 * 32], dtype=torch.float32).view(4, 8)
