@@ -59,8 +59,8 @@ def merge_weights(model: nn.Module) -> MergeRecord:
     """Lay out the weights that read the same input as one block each; parameters become its views.
 
     `torch.compile(model, backend="glm")` does the same when it compiles. Call it again after
-    `.to()`, `deepcopy` or anything else that gave the parameters new storage; what is merged already
-    is left as it is. One group is moved at a time, so the extra memory is one block.
+    `.to()`, `deepcopy` or anything else that gave the parameters new storage; what is merged stays
+    as it is. One group is moved at a time, so the extra memory is one block.
 
     Args:
         model: a GLM model, its MTP layer, or any part of one.
