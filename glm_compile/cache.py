@@ -1,15 +1,15 @@
 """PagedCache: latents and index keys in pages, one length per sequence.
 
 A transformers Cache for unmodified GlmMoeDsa models. Tokens of a step are written at positions
-`lengths[b]` onwards; every read returns the whole allocated length and the mask says what counts, so no
-shape depends on a position and a compiled forward never recompiles for one.
+`lengths[b]` onwards; every read returns the whole allocated length and the mask says what counts,
+so no shape depends on a position and a compiled forward never recompiles for one.
 
-Rows of a step may have different lengths (`advance` with a tensor). transformers' own mask has one
-offset for the batch and would be silently wrong then, so such a cache refuses to be asked for it and
-names `causal_mask`.
+Sequences may have different lengths (`advance` with a tensor). transformers' own mask has one
+offset for the batch and would be silently wrong then, so such a cache refuses to be asked for it
+and names `causal_mask`.
 
-Shape letters: B batch, S query tokens of the step, T cached tokens (allocated), L kv_lora, P rope dim,
-D index head dim, X width of a cached row, N pages.
+Shape letters: B batch, S query tokens of the step, T cached tokens (allocated), L kv_lora, P rope
+dim, D index head dim, X width of a cached row.
 """
 
 from __future__ import annotations
@@ -22,6 +22,7 @@ from transformers.cache_utils import Cache, CacheLayerMixin
 
 from glm_compile.errors import UnsupportedError
 from glm_compile.model_facts import FULL, GlmDsaConfig
+from glm_compile.ops.causal_mask import causal_mask
 from glm_compile.ops.paged_cache import (
     PAGE_SIZE,
     advance,
@@ -76,21 +77,24 @@ class PagedCache(Cache):
         config: the model's config (or GlmDsaConfig, or the contents of a config.json).
         batch_size: number of sequences; beam search needs batch times beams.
         max_cache_len: tokens that each sequence can hold.
-        dtype: dtype of latents (and of index keys unless `index_dtype` says FP8): the dtype the model
-            computes in. None takes the config's, else torch's default.
-        index_dtype: None for index keys in `dtype` (exact), or torch.float8_e4m3fn for FP8 keys with
-            one float32 scale per token.
+        dtype: dtype that the model computes in: of the latents, and of the index keys unless
+            `index_dtype` says FP8. None takes the config's, else torch's default.
+        index_dtype: None for index keys in `dtype` (exact), or torch.float8_e4m3fn for FP8 keys
+            with one float32 scale per token.
         device: None for torch's default device.
-        num_mtp_layers: MTP layers that keep their rows here, behind the decoder layers; their index is
-            `config.num_hidden_layers + i`. They roll back together with the rest.
+        num_mtp_layers: MTP layers that keep their rows here, behind the decoder layers; their index
+            is `config.num_hidden_layers + i`. They roll back together with the rest.
 
     Attributes:
         lengths: int32 [B], tokens held by each sequence. Its address never changes.
         block_table: int32 [B, pages per sequence], page that holds tokens 64*i to 64*i+63.
         layers: PagedLayer per layer; each owns its tensors.
-        auto_advance: whether the last write of a forward of the decoder layers advances the lengths by
-            the step's tokens. Loops that accept a part of them set it to False and call `advance`.
+        auto_advance: whether the last write of a forward of the decoder layers advances the lengths
+            by the step's tokens. Loops that accept a part of them set it to False and call
+            `advance`.
     """
+
+    layers: list[PagedLayer]  # type: ignore[assignment]
 
     def __init__(
         self,
@@ -154,8 +158,6 @@ class PagedCache(Cache):
         # Longest length as far as the host knows it; None once only the device knows.
         self._known_length: int | None = 0
 
-    # -- what the model calls ---------------------------------------------------------------------
-
     def update(
         self,
         key_states: torch.Tensor,
@@ -178,8 +180,8 @@ class PagedCache(Cache):
         pages = self.layers[layer_idx].key_pages
         if pages is None:
             raise ValueError(
-                f"PagedCache: layer {layer_idx} is 'shared' in indexer_types and has no index keys; "
-                "the model that writes them was built with another config"
+                f"PagedCache: layer {layer_idx} is 'shared' in indexer_types and has no index "
+                "keys; the model that writes them was built with another config"
             )
         table, lengths = self.block_table, self.lengths
         if self.is_index_fp8:
@@ -218,8 +220,6 @@ class PagedCache(Cache):
     def batch_size(self) -> int:
         return self._batch_size
 
-    # -- masks for callers whose rows differ --------------------------------------------------------
-
     def causal_mask(
         self,
         num_query_tokens: int,
@@ -238,23 +238,22 @@ class PagedCache(Cache):
             starts_B: first position that counts, per sequence.
             key_mask: bool, broadcastable to [B,S,T]; False excludes a key.
         """
-        from glm_compile.ops.causal_mask import causal_mask
-
         return causal_mask(
-            self.lengths, starts_B, key_mask, num_query_tokens, self.max_cache_len, dtype
+            self.lengths,
+            num_query_tokens,
+            self.max_cache_len,
+            dtype,
+            starts_B=starts_B,
+            key_mask=key_mask,
         )
 
     def draft_mask(self, dtype: torch.dtype = torch.bool) -> torch.Tensor:
-        """Mask [B,1,1,T] of a draft step that writes nothing: it sees what is cached, p < lengths[b]."""
-        from glm_compile.ops.causal_mask import causal_mask
-
-        return causal_mask(self.lengths - 1, None, None, 1, self.max_cache_len, dtype)
+        """Mask [B,1,1,T] of a draft step that writes nothing: it sees p < lengths[b]."""
+        return causal_mask(self.lengths - 1, 1, self.max_cache_len, dtype)
 
     def read_only(self) -> ReadOnlyPagedCache:
-        """View for draft steps that share the cache: `update` returns what is cached, writes nothing."""
+        """View for draft steps that share the cache: `update` writes nothing."""
         return ReadOnlyPagedCache(self)
-
-    # -- lengths --------------------------------------------------------------------------------------
 
     def advance(self, num_tokens: int | torch.Tensor) -> None:
         """Count tokens as held: the same number for every sequence, or one per sequence [B]."""
@@ -277,8 +276,8 @@ class PagedCache(Cache):
     def set_lengths(self, lengths: int | Sequence[int] | torch.Tensor) -> None:
         """Set the tokens held by each sequence (rollback): one number, or one per sequence.
 
-        Tokens beyond a length are never seen again and are overwritten by the next step. MTP rows roll
-        back with the rest.
+        Tokens beyond a length are never seen again and are overwritten by the next step. MTP rows
+        roll back with the rest.
         """
         if isinstance(lengths, torch.Tensor) and lengths.device.type != "cpu":
             if lengths.dim() > 0 and lengths.shape != self.lengths.shape:
@@ -302,7 +301,7 @@ class PagedCache(Cache):
         self.lengths.copy_(values)
 
     def crop(self, tokens_to_remove: int) -> None:
-        """Drop the last `-tokens_to_remove` tokens of every sequence (transformers' meaning: <= 0)."""
+        """Drop the last `-tokens_to_remove` tokens of every sequence (transformers' sign)."""
         if tokens_to_remove > 0:
             raise ValueError(
                 "PagedCache.crop takes a negative number: how many tokens to drop; "
@@ -319,8 +318,6 @@ class PagedCache(Cache):
         self.lengths.zero_()
         self._is_ragged = False
         self._known_length = 0
-
-    # -- batch ------------------------------------------------------------------------------------------
 
     def reorder_cache(self, beam_idx: torch.Tensor) -> None:
         """Make sequence b a copy of sequence `beam_idx[b]` (beam search)."""
@@ -350,8 +347,6 @@ class PagedCache(Cache):
             "make a new cache, or reorder_cache with batch_size indices"
         )
 
-    # -- accounting -------------------------------------------------------------------------------------
-
     def bytes_per_token(self) -> int:
         """Bytes that one token of one sequence takes over all layers."""
         rows = PAGE_SIZE * self.block_table.numel()
@@ -369,8 +364,6 @@ class PagedCache(Cache):
             if pages is not None
         )
 
-    # -- internals --------------------------------------------------------------------------------------
-
     def _gather_latents(self, layer_idx: int) -> tuple[torch.Tensor, torch.Tensor]:
         latents_BTX = paged_gather(
             self.layers[layer_idx].latent_pages, self.block_table, self.max_cache_len
@@ -382,8 +375,8 @@ class PagedCache(Cache):
         if key_states.shape[0] != self._batch_size:
             raise ValueError(
                 f"PagedCache was made for batch_size={self._batch_size}, but this step has "
-                f"{key_states.shape[0]} sequences (beam search and num_return_sequences multiply the "
-                "batch); make it with the larger batch_size"
+                f"{key_states.shape[0]} sequences (beam search and num_return_sequences multiply "
+                "the batch); make it with that batch_size"
             )
         if key_states.dtype != self.dtype:
             raise ValueError(
@@ -412,7 +405,7 @@ class PagedCache(Cache):
             advance(self.lengths, num_tokens)
 
     def _count(self, num_tokens: int) -> None:
-        # Traced code only forgets the number: to read it would make it a guard, and a recompile a step.
+        # Traced code only forgets the number: reading it would be a guard, and a recompile a step.
         if torch.compiler.is_compiling():
             self._known_length = None
         elif self._known_length is not None:
@@ -421,7 +414,8 @@ class PagedCache(Cache):
     def _refuse_ragged(self, wanted: str) -> None:
         if self._is_ragged:
             raise ValueError(
-                f"PagedCache: the sequences may have different lengths, so {wanted} would be wrong; "
+                "PagedCache: the sequences may have different lengths, so "
+                f"{wanted} would be wrong; "
                 'pass attention_mask={"indexed_attention": cache.causal_mask(S, dtype)} and '
                 "position_ids (lengths: cache.lengths)"
             )
@@ -431,7 +425,7 @@ class ReadOnlyPagedCache(Cache):
     """The cache as a draft step sees it: reads of one PagedCache, no writes, no index keys."""
 
     def __init__(self, cache: PagedCache) -> None:
-        super().__init__(layers=cache.layers)
+        super().__init__(layers=list(cache.layers))
         self.source = cache
 
     def update(

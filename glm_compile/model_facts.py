@@ -1,7 +1,7 @@
 """What the rest of the package needs to know about a glm_moe_dsa model, read once from its config.
 
-Every number comes from the config; contradictions inside it are a ConfigError that names both values.
-The family: GLM-5 and 5.1 (every layer has its own indexer), 5.2 and 5.3 (IndexShare).
+Every number comes from the config; contradictions inside it are a ConfigError that names both
+values. The family: GLM-5 and 5.1 (every layer has its own indexer), 5.2 and 5.3 (IndexShare).
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ from functools import cache
 from typing import TYPE_CHECKING, Any
 
 import torch
+from transformers import GlmMoeDsaConfig, GlmMoeDsaForCausalLM
 
 from glm_compile.errors import ConfigError
 
@@ -84,13 +85,11 @@ class GlmDsaConfig:
         raw: Mapping[str, Any] = config if isinstance(config, Mapping) else config.to_dict()
         if (found := raw.get("model_type")) != MODEL_TYPE:
             raise ConfigError(
-                f"expected a config with model_type {MODEL_TYPE!r} (GLM-5 family), found {found!r}; "
-                "glm_compile serves GlmMoeDsaForCausalLM only"
+                f"expected a config with model_type {MODEL_TYPE!r} (GLM-5 family), found "
+                f"{found!r}; glm_compile serves GlmMoeDsaForCausalLM only"
             )
         _check_indexer_types(raw)
         if is_file:
-            from transformers import GlmMoeDsaConfig
-
             config = GlmMoeDsaConfig.from_dict(dict(raw))
         assert not isinstance(config, Mapping)
         _check_head_dims(config, raw)
@@ -150,15 +149,13 @@ class GlmDsaConfig:
 
 @cache
 def cache_argument() -> str:
-    """Name of the cache argument of the model's forward: it differs between transformers versions."""
-    from transformers import GlmMoeDsaForCausalLM
-
+    """Name of the cache argument of the model's forward (transformers renamed it)."""
     names = inspect.signature(GlmMoeDsaForCausalLM.forward).parameters
     return "cache" if "cache" in names else "past_key_values"
 
 
 def mask_dtype(config: PreTrainedConfig, dtype: torch.dtype) -> torch.dtype:
-    """Dtype that a 4D mask must have: bool for sdpa; eager attention adds it, so the model's dtype."""
+    """Dtype of a 4D mask: bool for sdpa; the model's for eager attention, which adds it."""
     return dtype if config._attn_implementation == "eager" else torch.bool
 
 
@@ -194,7 +191,7 @@ def _check_indexer_types(raw: Mapping[str, Any]) -> None:
                 )
         if given and given[0] == SHARED:
             raise ConfigError(
-                f"{name}[0] is 'shared', but layer 0 has no earlier layer whose selection it could reuse"
+                f"{name}[0] is 'shared', but no layer before layer 0 has a selection to reuse"
             )
     if types is None:
         return
@@ -227,8 +224,8 @@ def _compare_schedules(types: Sequence[str], schedule: Sequence[str], source: st
     for layer, (given, derived) in enumerate(zip(types, schedule)):
         if given != derived:
             raise ConfigError(
-                f"indexer_types says layer {layer} is {given!r}, but {source} makes it {derived!r}; "
-                "remove the one that is wrong from the config"
+                f"indexer_types says layer {layer} is {given!r}, but {source} makes it "
+                f"{derived!r}; remove the one that is wrong from the config"
             )
 
 
@@ -242,7 +239,7 @@ def _check_head_dims(config: PreTrainedConfig, raw: Mapping[str, Any]) -> None:
     if config.head_dim != rope:
         raise ConfigError(
             f"the config object's head_dim is {config.head_dim} but qk_rope_head_dim is {rope}; "
-            "transformers reads head_dim as the rotary width, so leave it as its constructor sets it"
+            "transformers reads head_dim as the rotary width: leave it as the constructor set it"
         )
     if config.index_head_dim < rope:
         raise ConfigError(

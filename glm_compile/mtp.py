@@ -1,0 +1,348 @@
+"""The MTP layer: one decoder layer behind the model that predicts one token further.
+
+transformers ignores it on load and has no class for it. It is built here from transformers' own
+decoder layer, so that a compiled MTP step is rewritten by the same passes as the model.
+
+    hidden' = shared_head.norm(layer(eh_proj(cat(enorm(embed(token t+1)), hnorm(hidden t)))))
+
+`hidden t` is the model's last hidden state (after its final norm) in `extend`, and the hidden state
+that the previous draft step returned in `draft`. The cache row at position t comes from token t+1.
+
+With IndexShare (`index_share_for_mtp_iteration`) the layer's indexer runs in `extend` only; later
+draft steps take the selection of the last accepted row and share its cache: they write nothing and
+attend to the selected positions alone. Without it each draft step is an `extend` of one token, for
+which the caller advances the cache.
+
+Shape letters: B batch, S query tokens, C hidden, K selected tokens, T cached tokens, V vocab.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+from collections.abc import Iterator, Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import nn
+from transformers.models.glm_moe_dsa import modeling_glm_moe_dsa as modeling
+
+from glm_compile.errors import CheckpointError, UnsupportedError
+from glm_compile.model_facts import FULL, SHARED, GlmDsaConfig, cache_argument, mask_dtype
+
+if TYPE_CHECKING:
+    from transformers import GlmMoeDsaConfig, GlmMoeDsaForCausalLM
+
+    from glm_compile.cache import PagedCache, ReadOnlyPagedCache
+
+# Tensors that a checkpoint may carry and that are the model's own when it does not.
+_EMBEDDING = "embed_tokens.weight"
+_HEAD = "shared_head.head.weight"
+
+_GATE_UP = "mlp.experts.gate_up_proj"
+_DOWN = "mlp.experts.down_proj"
+
+
+class SharedHead(nn.Module):
+    """Final norm of the MTP layer, and its output projection if it has one of its own."""
+
+    def __init__(self, norm: nn.Module) -> None:
+        super().__init__()
+        self.norm = norm
+        self.head: nn.Linear | None = None
+
+
+class GlmMoeDsaMtp(nn.Module):
+    """MTP layer that shares the embedding, the output projection and the rotary table of `model`.
+
+    Its own parameters have the checkpoint's names without `model.layers.N.`, except that those of
+    the decoder layer are below `layer.`. Its index in a cache is `config.num_hidden_layers`.
+
+    Args:
+        model: an unmodified GlmMoeDsaForCausalLM. Parameters are made with its dtype and device.
+        device: where to make the parameters instead (`meta` to load them later).
+    """
+
+    _model: GlmMoeDsaForCausalLM
+    _draft_layer: modeling.GlmMoeDsaDecoderLayer
+
+    def __init__(self, model: GlmMoeDsaForCausalLM, *, device: torch.device | None = None) -> None:
+        super().__init__()
+        facts = GlmDsaConfig.from_transformers(model.config)
+        if facts.num_mtp_layers > 1:
+            raise UnsupportedError(
+                f"the config declares {facts.num_mtp_layers} MTP layers "
+                "(num_nextn_predict_layers); one layer that is applied repeatedly is supported"
+            )
+        self.is_index_shared = facts.is_mtp_index_shared
+        self.layer_idx = facts.num_hidden_layers
+        self._cache_argument = cache_argument()
+        # Not a submodule: its parameters are the model's, to be moved and saved there.
+        self.__dict__["_model"] = model
+        final_norm = model.model.norm.weight
+        size, eps = model.config.hidden_size, model.config.rms_norm_eps
+        with _making(final_norm.dtype, device or final_norm.device):
+            self.enorm = modeling.GlmMoeDsaRMSNorm(size, eps)
+            self.hnorm = modeling.GlmMoeDsaRMSNorm(size, eps)
+            self.eh_proj = nn.Linear(2 * size, size, bias=False)
+            self.layer = modeling.GlmMoeDsaDecoderLayer(
+                layer_config(model.config, FULL), self.layer_idx
+            )
+            self.shared_head = SharedHead(modeling.GlmMoeDsaRMSNorm(size, eps))
+        self.embed_tokens: nn.Embedding | None = None
+        _follow_dtypes(self.layer, model)
+        with _making(final_norm.dtype, torch.device("meta")):
+            draft_layer = modeling.GlmMoeDsaDecoderLayer(
+                layer_config(model.config, SHARED), self.layer_idx
+            )
+        _share_modules(draft_layer, self.layer)
+        # Nor this: each of its parameters is already counted as one of `layer`.
+        self.__dict__["_draft_layer"] = draft_layer.eval()
+        self.eval().requires_grad_(False)
+
+    def extend(
+        self,
+        input_ids_BS: torch.Tensor,
+        hidden_BSC: torch.Tensor,
+        position_ids_BS: torch.Tensor,
+        attention_mask: torch.Tensor | None,
+        cache: PagedCache,
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Run the layer on S tokens: write its cache rows at `cache.lengths`, select keys, predict.
+
+        Args:
+            input_ids_BS: token t+1 for each position t.
+            hidden_BSC: the model's last hidden state at each position t.
+            position_ids_BS: t.
+            attention_mask: [B,1,S,T] as `cache.causal_mask` makes it; None makes it.
+            cache: made with `num_mtp_layers`; its lengths are not advanced here, and must not have
+                been advanced past these tokens.
+
+        Returns:
+            Hidden states after `shared_head.norm` [B,S,C] and the selected positions int32 [B,S,K].
+        """
+        if attention_mask is None:
+            attention_mask = cache.causal_mask(input_ids_BS.shape[1], self._mask_dtype(hidden_BSC))
+        return self._step(
+            self.layer, input_ids_BS, hidden_BSC, position_ids_BS, attention_mask, cache, None
+        )
+
+    def draft(
+        self,
+        input_ids_B1: torch.Tensor,
+        hidden_B1C: torch.Tensor,
+        position_ids_B1: torch.Tensor,
+        attention_mask: torch.Tensor | None,
+        cache: PagedCache,
+        seed_topk_B1K: torch.Tensor,
+    ) -> torch.Tensor:
+        """Run one IndexShare draft step: nothing is written, the seed's positions are attended.
+
+        Args:
+            input_ids_B1: the previously drafted token.
+            hidden_B1C: what `extend` or `draft` returned for it.
+            position_ids_B1: position of the rotary embedding of this step.
+            attention_mask: [B,1,1,T] as `cache.draft_mask` makes it; None makes it.
+            cache: lengths already cover the accepted tokens.
+            seed_topk_B1K: selection of the last accepted row; entries of -1 are ignored.
+
+        Returns:
+            Hidden states after `shared_head.norm` [B,1,C].
+        """
+        if attention_mask is None:
+            attention_mask = cache.draft_mask(self._mask_dtype(hidden_B1C))
+        # -1 pads rows shorter than K, and those have selected everything, position 0 included: the
+        # clamp adds nothing to the selection, and transformers' scatter needs valid positions.
+        seed = seed_topk_B1K.clamp(min=0)
+        hidden, _ = self._step(
+            self._draft_layer,
+            input_ids_B1,
+            hidden_B1C,
+            position_ids_B1,
+            attention_mask,
+            cache.read_only(),
+            seed,
+        )
+        return hidden
+
+    def compute_logits(self, hidden: torch.Tensor) -> torch.Tensor:
+        """Logits [..., V] of hidden states that `extend` or `draft` returned."""
+        head = self.shared_head.head
+        return (self._model.lm_head if head is None else head)(hidden)
+
+    def forward(
+        self,
+        input_ids: torch.Tensor,
+        hidden_states: torch.Tensor,
+        position_ids: torch.Tensor,
+        attention_mask: torch.Tensor | None,
+        cache: PagedCache,
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """The same as `extend`."""
+        return self.extend(input_ids, hidden_states, position_ids, attention_mask, cache)
+
+    def _step(
+        self,
+        layer: modeling.GlmMoeDsaDecoderLayer,
+        input_ids: torch.Tensor,
+        hidden: torch.Tensor,
+        position_ids: torch.Tensor,
+        attention_mask: torch.Tensor,
+        cache: PagedCache | ReadOnlyPagedCache,
+        seed: torch.Tensor | None,
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        embedding = (
+            self._model.model.embed_tokens if self.embed_tokens is None else self.embed_tokens
+        )
+        embedded = self.enorm(embedding(input_ids))
+        hidden = self.eh_proj(torch.cat((embedded, self.hnorm(hidden)), dim=-1))
+        hidden, topk = layer(
+            hidden,
+            attention_mask=attention_mask,
+            position_ids=position_ids,
+            position_embeddings=self._model.model.rotary_emb(hidden, position_ids=position_ids),
+            prev_topk_indices=seed,
+            **{self._cache_argument: cache},
+        )
+        return self.shared_head.norm(hidden), topk
+
+    def _mask_dtype(self, hidden: torch.Tensor) -> torch.dtype:
+        return mask_dtype(self.layer.self_attn.config, hidden.dtype)
+
+    def find_faults(self, shapes: Mapping[str, Sequence[int]]) -> list[str]:
+        """What is wrong with a checkpoint of these names and shapes; empty if nothing is.
+
+        Names lack `model.layers.N.`.
+        """
+        expected = self._expected_shapes(is_merged=_GATE_UP in shapes)
+        size = self._model.config.vocab_size, self._model.config.hidden_size
+        allowed = expected | {_EMBEDDING: size, _HEAD: size}
+        faults = [f"missing tensor {name}" for name in expected if name not in shapes]
+        for name, shape in shapes.items():
+            if name not in allowed:
+                faults.append(f"unexpected tensor {name}")
+            elif tuple(shape) != allowed[name]:
+                faults.append(
+                    f"tensor {name} has shape {list(shape)}, "
+                    f"the config makes it {list(allowed[name])}"
+                )
+        return faults
+
+    def load_tensors(self, tensors: Mapping[str, torch.Tensor]) -> None:
+        """Copy a checkpoint's tensors, named without `model.layers.N.`, into the layer, strictly.
+
+        Experts may come one by one, as the release has them, or merged.
+
+        Raises:
+            CheckpointError: missing, unexpected or misshapen tensors, all of them listed.
+        """
+        if faults := self.find_faults({name: tensor.shape for name, tensor in tensors.items()}):
+            raise CheckpointError("MTP layer: " + "; ".join(faults))
+        self.copy_tensors(tensors)
+
+    def copy_tensors(self, tensors: Mapping[str, torch.Tensor]) -> None:
+        """Copy tensors that `find_faults` has passed, one at a time; `tensors` may load on access.
+
+        Parameters still on `meta` are made on the model's device first. An embedding or output
+        projection of the layer's own is kept only if its values are not the model's.
+        """
+        if self.enorm.weight.is_meta:
+            self.to_empty(device=self._model.model.norm.weight.device)
+        own = dict(self.named_parameters()) | dict(self.named_buffers())
+        with torch.no_grad():
+            for name in self._expected_shapes(is_merged=_GATE_UP in tensors):
+                _own_memory(own, name).copy_(tensors[name])
+            self._adopt(tensors)
+
+    def _adopt(self, tensors: Mapping[str, torch.Tensor]) -> None:
+        """Keep an own embedding or head if the checkpoint has one that differs from the model's."""
+        model = self._model
+        for name, shared in ((_EMBEDDING, model.model.embed_tokens), (_HEAD, model.lm_head)):
+            if name not in tensors:
+                continue
+            weight = tensors[name].to(shared.weight.device, shared.weight.dtype)
+            if torch.equal(weight, shared.weight):
+                continue
+            rows, columns = weight.shape
+            with _making(weight.dtype, torch.device("meta")):
+                own: Any = (
+                    nn.Embedding(rows, columns, shared.padding_idx)
+                    if isinstance(shared, nn.Embedding)
+                    else nn.Linear(columns, rows, bias=False)
+                )
+            own.weight = nn.Parameter(weight, requires_grad=False)
+            if name == _EMBEDDING:
+                self.embed_tokens = own
+            else:
+                self.shared_head.head = own
+
+    def _expected_shapes(self, *, is_merged: bool) -> dict[str, tuple[int, ...]]:
+        shapes: dict[str, tuple[int, ...]] = {}
+        for own, tensor in [*self.named_parameters(), *self.named_buffers()]:
+            name = own.removeprefix("layer.")
+            if name in (_EMBEDDING, _HEAD):
+                continue
+            if is_merged or name not in (_GATE_UP, _DOWN):
+                shapes[name] = tuple(tensor.shape)
+                continue
+            num_experts, rows, columns = tensor.shape
+            parts = {"gate_proj": rows // 2, "up_proj": rows // 2} if name == _GATE_UP else {}
+            parts = parts or {"down_proj": rows}
+            for expert in range(num_experts):
+                for part, part_rows in parts.items():
+                    shapes[f"mlp.experts.{expert}.{part}.weight"] = (part_rows, columns)
+        return shapes
+
+
+def layer_config(config: GlmMoeDsaConfig, indexer_type: str) -> GlmMoeDsaConfig:
+    """Copy of the config that describes one more layer, behind the decoder layers."""
+    num_layers = config.num_hidden_layers
+    longer = copy.deepcopy(config)
+    indexer_types, mlp_types = config.indexer_types or [], config.mlp_layer_types or []
+    longer.indexer_types = [*indexer_types[:num_layers], indexer_type]
+    longer.mlp_layer_types = [*mlp_types[:num_layers], "sparse"]
+    return longer
+
+
+def _own_memory(own: Mapping[str, torch.Tensor], name: str) -> torch.Tensor:
+    """Where a checkpoint tensor goes: a parameter, or one expert's part of a merged one."""
+    parts = name.split(".")
+    if parts[:2] != ["mlp", "experts"] or len(parts) < 5:
+        return own[name] if name in own else own[f"layer.{name}"]
+    expert, part = int(parts[2]), parts[3]
+    if part == "down_proj":
+        return own[f"layer.{_DOWN}"][expert]
+    gate, up = own[f"layer.{_GATE_UP}"][expert].chunk(2)
+    return gate if part == "gate_proj" else up
+
+
+def _share_modules(draft: nn.Module, full: nn.Module) -> None:
+    """Give the draft layer the full layer's modules, so that moves and casts reach both."""
+    for name, module in full.named_children():
+        if name == "self_attn":
+            for inner_name, inner in module.named_children():
+                if inner_name != "indexer":
+                    setattr(draft.self_attn, inner_name, inner)
+        else:
+            setattr(draft, name, module)
+
+
+def _follow_dtypes(layer: nn.Module, model: GlmMoeDsaForCausalLM) -> None:
+    """Keep in float32 what the model's own layers keep so (the router, by transformers' rule)."""
+    dtypes: dict[str, torch.dtype] = {}
+    for own in model.model.layers:
+        dtypes.update((name, parameter.dtype) for name, parameter in own.named_parameters())
+    for name, parameter in layer.named_parameters():
+        parameter.data = parameter.data.to(dtypes.get(name, parameter.dtype))
+
+
+@contextlib.contextmanager
+def _making(dtype: torch.dtype, device: torch.device) -> Iterator[None]:
+    """Make parameters with this dtype on this device."""
+    previous = torch.get_default_dtype()
+    torch.set_default_dtype(dtype)
+    try:
+        with device:
+            yield
+    finally:
+        torch.set_default_dtype(previous)
