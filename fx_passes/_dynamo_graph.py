@@ -163,3 +163,96 @@ def _is_module_float(node: fx.Node) -> bool:
     guard_source = source.guard_source
     guard_source = guard_source() if callable(guard_source) else guard_source
     return "NN_MODULE" in str(guard_source)
+
+
+def op_name(node: fx.Node) -> str:
+    """Name of the function or method: `add` for `torch.add`, `operator.add` and `Tensor.add`."""
+    if node.op == "call_method":
+        name = str(node.target)
+    elif node.op == "call_function":
+        target: Any = node.target
+        schema = getattr(target, "_schema", None)
+        name = schema.name if schema is not None else getattr(target, "__name__", "")
+        if schema is not None:
+            name = name.removeprefix("aten::")
+    else:
+        return ""
+    if name.startswith("__") and name.endswith("__"):
+        name = name.strip("_")
+        name = {"and": "and_", "or": "or_", "not": "not_"}.get(name, name)
+    return name
+
+
+def argument(node: fx.Node, position: int, name: str, default: Any = None) -> Any:
+    """The argument that a call got by position or by name."""
+    if position < len(node.args):
+        return node.args[position]
+    return node.kwargs.get(name, default)
+
+
+def shape_of(value: Any) -> tuple[Any, ...] | None:
+    """Shape of a node's value; () for numbers, None if it is unknown."""
+    if isinstance(value, fx.Node):
+        value = example_value(value)
+    if isinstance(value, torch.Tensor):
+        return tuple(value.shape)
+    if isinstance(value, bool | int | float | torch.SymInt | torch.SymFloat):
+        return ()
+    return None
+
+
+def is_one(size: Any) -> bool:
+    """Whether a size is 1 for certain; asking a symbolic size would add a guard."""
+    return isinstance(size, int) and size == 1
+
+
+def insert_call(graph: fx.Graph, target: Any, args: tuple[Any, ...], like: fx.Node) -> fx.Node:
+    """Call `target` at the graph's insertion point, with the module stack of `like`.
+
+    The example value is made from the arguments' own, in Dynamo's fake mode.
+    """
+    if isinstance(target, str):
+        node = graph.call_method(target, args)
+    else:
+        node = graph.call_function(target, args)
+    for key in ("nn_module_stack", "stack_trace"):
+        if key in like.meta:
+            node.meta[key] = like.meta[key]
+    values = fx.node.map_arg(args, example_value)
+    modes: list[Any] = []
+    fx.node.map_arg(args, lambda n: modes.append(getattr(example_value(n), "fake_mode", None)))
+    modes = [mode for mode in modes if mode is not None] or [_fake_mode(graph)]
+    call = getattr(type(values[0]), target) if isinstance(target, str) else target
+    if modes[0] is None:
+        return node
+    with modes[0]:
+        node.meta["example_value"] = call(*values)
+    return node
+
+
+def _fake_mode(graph: fx.Graph) -> Any:
+    for node in graph.nodes:
+        if (mode := getattr(example_value(node), "fake_mode", None)) is not None:
+            return mode
+    return None
+
+
+class WriteLog:
+    """Where a graph writes memory in place, by storage, so that reads can be moved safely."""
+
+    def __init__(self, graph: fx.Graph) -> None:
+        self.order = {node: i for i, node in enumerate(graph.nodes)}
+        self._writes: dict[int, list[fx.Node]] = {}
+        for node in graph.nodes:
+            for written in mutated_inputs(node):
+                key = storage_key(written)
+                if key is not None:
+                    self._writes.setdefault(key, []).append(node)
+
+    def writer_between(self, node: fx.Node, first: int, last: int) -> fx.Node | None:
+        """First node strictly between two places that writes the memory of `node`'s value."""
+        key = storage_key(node)
+        for writer in self._writes.get(key, ()) if key is not None else ():
+            if first < self.order[writer] < last:
+                return writer
+        return None
