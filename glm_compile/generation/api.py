@@ -1,0 +1,312 @@
+"""`generate` and `warmup`.
+
+`generate` lets transformers' own `generate` prepare the call (defaults, processors, criteria,
+special tokens, validation of unknown arguments) and takes over where decoding starts. Called as
+`custom_generate`, it is entered there directly.
+"""
+
+from __future__ import annotations
+
+import inspect
+import sys
+import time
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from glm_compile.generation.loop import DecodingLoop, needed_cache_len
+from glm_compile.generation.output import GenerationOutput, assemble
+from glm_compile.generation.request import (
+    DEFAULT_NUM_DRAFT_TOKENS,
+    build_request,
+    check_draft_arguments,
+    check_model_kwargs,
+)
+from glm_compile.generation.steps import Steps, unwrap_compiled
+
+
+def generate(
+    model: Any,
+    input_ids: torch.Tensor,
+    attention_mask: torch.Tensor | None = None,
+    generation_config: Any = None,
+    mtp: Any = None,
+    num_draft_tokens: int | None = None,
+    streamer: Any = None,
+    stopping_criteria: Any = None,
+    logits_processor: Any = None,
+    return_dict_in_generate: bool = False,
+    overlap: bool = True,
+    cuda_graph: bool | None = None,
+    index_share: bool | None = None,
+    **generate_kwargs: Any,
+) -> torch.Tensor | GenerationOutput:
+    """Decode with the model's own MTP layer as the draft; the result is what the model alone would
+    give.
+
+    Greedy decoding gives the same tokens as transformers' `generate`; sampling follows the same
+    distribution. Random numbers come from torch's default generator, as in transformers:
+    `torch.manual_seed` makes a call repeatable (the numbers drawn depend on the drafts, so a seed
+    gives other tokens with another `num_draft_tokens`).
+
+    Also works as `model.generate(**inputs, custom_generate=glm_compile.generate, mtp=mtp)`; with a
+    compiled model call this function, because `compiled.generate` is the plain model's method.
+
+    Args:
+        model: GlmMoeDsaForCausalLM, plain (runs eagerly) or compiled with `torch.compile`; then the
+            steps of decoding are compiled with the same backend and options.
+        input_ids: [B, W] prompts.
+        attention_mask: [B, W], 0 for padding, which may be anywhere. None: as transformers infers
+            it.
+        generation_config: as in transformers. A field that cannot be honoured is a ValueError.
+        mtp: GlmMoeDsaMtp, the draft.
+        num_draft_tokens: drafts per iteration; None: 5 with an mtp, 0 (plain decoding) without.
+        streamer: transformers' protocol, batch of one: the prompt, then each token, then the end.
+        stopping_criteria: called with each prefix that plain decoding would have, whatever the
+            blocks.
+        logits_processor: applied to each position with its own prefix. A processor may depend on
+            nothing else: one that keeps a state between calls would see drafts that are rejected
+            later.
+        return_dict_in_generate: return a GenerationOutput (also if the generation config says so).
+        overlap: whether the host may run ahead of the device. Without effect on the CPU.
+        cuda_graph: True asks for a CUDA graph of the iteration, which needs a CUDA device.
+        index_share: whether draft steps reuse the selection of the last accepted row and write
+            nothing; None: as `index_share_for_mtp_iteration` of the config.
+        generate_kwargs: any field of GenerationConfig; also `tokenizer` for `stop_strings`,
+            `prefix_allowed_tokens_fn`.
+
+    Returns:
+        Ids [B, W + new]: the prompts as given, new tokens, `pad_token_id` behind a sequence that
+        ended earlier.
+
+    Raises:
+        ValueError: an argument or field that cannot be honoured, before any work.
+    """
+    num_drafts, is_index_shared = check_draft_arguments(
+        mtp, num_draft_tokens, index_share, cuda_graph
+    )
+    plain_model, compiler = unwrap_compiled(model)
+    arguments: dict[str, Any] = {
+        "mtp": mtp,
+        "num_drafts": num_drafts,
+        "is_index_shared": is_index_shared,
+        "compiler": compiler,
+    }
+    if _is_prepared(generation_config):
+        dropped = _arguments_that_transformers_dropped(sys._getframe(1))
+        if dropped.get("assistant_model") is not None:
+            raise ValueError(
+                "generate: assistant_model is not supported; pass the MTP layer as mtp="
+            )
+        # transformers gave the prompt to its streamer already; one that was bound by a partial has
+        # nothing.
+        is_prompt_streamed = streamer is None
+        return _decode(
+            plain_model,
+            input_ids,
+            attention_mask=attention_mask,
+            generation_config=generation_config,
+            stopping_criteria=stopping_criteria,
+            logits_processor=logits_processor,
+            streamer=dropped.get("streamer") if streamer is None else streamer,
+            is_prompt_streamed=is_prompt_streamed,
+            returns_dict=return_dict_in_generate or bool(generation_config.return_dict_in_generate),
+            model_kwargs=generate_kwargs,
+            **arguments,
+        )
+
+    generation_config, stopping_criteria = _take_stop_strings(
+        plain_model, generation_config, stopping_criteria, generate_kwargs
+    )
+    for name in ("assistant_model", "negative_prompt_ids", "negative_prompt_attention_mask"):
+        if generate_kwargs.pop(name, None) is not None:
+            raise ValueError(f"generate: {name} is not supported")
+    if generate_kwargs.pop("synced_gpus", None):
+        raise ValueError("generate: synced_gpus is not supported")
+    if "custom_generate" in generate_kwargs:
+        raise ValueError(
+            "generate: custom_generate is not an argument of this function, it is its place"
+        )
+
+    def decode(
+        prepared_model: Any,
+        input_ids: torch.Tensor,
+        logits_processor: Any,
+        stopping_criteria: Any,
+        generation_config: Any,
+        **model_kwargs: Any,
+    ) -> torch.Tensor | GenerationOutput:
+        return _decode(
+            prepared_model,
+            input_ids,
+            attention_mask=model_kwargs.pop("attention_mask", None),
+            generation_config=generation_config,
+            stopping_criteria=stopping_criteria,
+            logits_processor=logits_processor,
+            streamer=streamer,
+            is_prompt_streamed=False,
+            returns_dict=bool(generation_config.return_dict_in_generate),
+            model_kwargs=model_kwargs,
+            **arguments,
+        )
+
+    if return_dict_in_generate:
+        generate_kwargs["return_dict_in_generate"] = True
+    return plain_model.generate(
+        input_ids,
+        attention_mask=attention_mask,
+        generation_config=generation_config,
+        stopping_criteria=stopping_criteria,
+        logits_processor=logits_processor,
+        custom_generate=decode,
+        **generate_kwargs,
+    )
+
+
+# transformers takes the arguments that a custom_generate names out of its own preparation. These
+# two must stay in it: the mask infers padding and is expanded with the batch, the flag belongs to
+# the config.
+_signature = inspect.signature(generate)
+generate.__signature__ = _signature.replace(  # type: ignore[attr-defined]
+    parameters=[
+        parameter
+        for name, parameter in _signature.parameters.items()
+        if name not in ("attention_mask", "return_dict_in_generate")
+    ]
+)
+
+
+def warmup(
+    model: Any,
+    mtp: Any = None,
+    batch_sizes: Sequence[int] = (1,),
+    num_draft_tokens: int = DEFAULT_NUM_DRAFT_TOKENS,
+) -> dict[int, float]:
+    """Compile ahead what `generate` will run, with progress on the terminal.
+
+    Decodes a few tokens behind a short prompt for each batch size, so that the prompt's, verify's,
+    decode's and draft's graphs exist. A later call compiles again only if it needs a larger cache
+    than any before it.
+
+    Returns:
+        Seconds that each batch size took.
+    """
+    from rich.progress import track
+
+    num_drafts = num_draft_tokens if mtp is not None else 0
+    plain_model, _ = unwrap_compiled(model)
+    device = plain_model.model.embed_tokens.weight.device
+    seconds: dict[int, float] = {}
+    for batch_size in track(list(batch_sizes), description="glm_compile: warming up"):
+        start = time.perf_counter()
+        prompt = torch.ones(batch_size, 3, dtype=torch.long, device=device)
+        for count in dict.fromkeys((num_drafts, 0)):
+            generate(
+                model,
+                prompt,
+                attention_mask=torch.ones_like(prompt),
+                mtp=mtp,
+                num_draft_tokens=count,
+                max_new_tokens=3 + 2 * count,
+                min_new_tokens=3 + 2 * count,
+                do_sample=False,
+            )
+        seconds[batch_size] = time.perf_counter() - start
+    return seconds
+
+
+def _decode(
+    model: Any,
+    input_ids: torch.Tensor,
+    *,
+    attention_mask: torch.Tensor | None,
+    generation_config: Any,
+    stopping_criteria: Any,
+    logits_processor: Any,
+    streamer: Any,
+    is_prompt_streamed: bool,
+    returns_dict: bool,
+    model_kwargs: dict[str, Any],
+    mtp: Any,
+    num_drafts: int,
+    is_index_shared: bool,
+    compiler: Any,
+) -> torch.Tensor | GenerationOutput:
+    """Validate what transformers prepared, decode, and put the output together."""
+    check_model_kwargs(model_kwargs, attention_mask)
+    steps = Steps.of(model, compiler)
+    request = build_request(
+        input_ids=input_ids,
+        attention_mask=attention_mask,
+        config=generation_config,
+        logits_processor=logits_processor,
+        stopping_criteria=stopping_criteria,
+        streamer=streamer,
+        is_prompt_streamed=is_prompt_streamed,
+        num_drafts=num_drafts,
+        is_index_shared=is_index_shared,
+        returns_dict=returns_dict,
+        vocab_size=model.config.vocab_size,
+        min_prompt_width=steps.min_prompt_width,
+    )
+    cache = steps.take_cache(request.batch_size, needed_cache_len(request), 0 if mtp is None else 1)
+    decoded = DecodingLoop(request, steps, None if mtp is None else steps.for_mtp(mtp), cache).run()
+    sequences = assemble(
+        decoded.text_BW, request.prompt.given_width, decoded.counts, request.pad_id
+    )
+    if not returns_dict:
+        return sequences
+    num_steps = max(decoded.counts)
+    accept_lengths = torch.tensor(decoded.accept_lengths, dtype=torch.long)
+    return GenerationOutput(
+        sequences=sequences,  # type: ignore[arg-type]
+        scores=decoded.scores.steps(num_steps) if decoded.scores else None,  # type: ignore[arg-type]
+        logits=decoded.logits.steps(num_steps) if decoded.logits else None,  # type: ignore[arg-type]
+        accept_lengths=accept_lengths.view(-1, request.batch_size),
+        num_iterations=len(decoded.accept_lengths),
+        timings=decoded.timings,
+    )
+
+
+def _is_prepared(generation_config: Any) -> bool:
+    """Whether transformers' `generate` has worked on this config, that is, is calling us."""
+    return generation_config is not None and "_eos_token_tensor" in vars(generation_config)
+
+
+def _arguments_that_transformers_dropped(frame: Any) -> dict[str, Any]:
+    """`streamer` and `assistant_model` of the calling `GenerationMixin.generate`.
+
+    transformers (5.20 to 5.24) forwards neither to a callable `custom_generate`: a streamer would
+    get the prompt and then wait for ever, an assistant would be ignored without a word.
+    """
+    is_transformers = frame.f_globals.get("__name__") == "transformers.generation.utils"
+    if not is_transformers or frame.f_code.co_name != "generate":
+        return {}
+    return {name: frame.f_locals.get(name) for name in ("streamer", "assistant_model")}
+
+
+def _take_stop_strings(
+    model: Any, generation_config: Any, stopping_criteria: Any, kwargs: dict[str, Any]
+) -> tuple[Any, Any]:
+    """Build the criterion for `stop_strings` here: transformers drops the tokenizer on the way."""
+    import copy
+
+    from transformers import StoppingCriteriaList, StopStringCriteria
+
+    tokenizer = kwargs.pop("tokenizer", None)
+    stop_strings = kwargs.pop("stop_strings", None)
+    if stop_strings is None and generation_config is not None and generation_config.stop_strings:
+        generation_config = copy.deepcopy(generation_config)
+        stop_strings, generation_config.stop_strings = generation_config.stop_strings, None
+    if stop_strings is None and model.generation_config.stop_strings:
+        raise ValueError(
+            "generate: stop_strings of model.generation_config cannot reach a custom_generate; "
+            "pass stop_strings= and tokenizer="
+        )
+    if stop_strings is None:
+        return generation_config, stopping_criteria
+    if tokenizer is None:
+        raise ValueError("generate: stop_strings needs the model's tokenizer; pass tokenizer=")
+    criterion = StopStringCriteria(tokenizer=tokenizer, stop_strings=stop_strings)
+    return generation_config, StoppingCriteriaList([*(stopping_criteria or ()), criterion])

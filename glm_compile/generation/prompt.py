@@ -1,0 +1,83 @@
+"""Prompts as the loop wants them: no padding inside, ragged lengths, padding on the right.
+
+B batch, W prompt width as given, P compacted prompt width.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+
+@dataclass(frozen=True)
+class Prompt:
+    """Prompts of one batch.
+
+    Attributes:
+        given_ids_BW: the ids as the caller passed them; the output starts with these.
+        ids_BP: real tokens moved to the left, in order; the rest of a row is `fill_id`.
+        lengths_B: number of real tokens of each row, at least 1.
+    """
+
+    given_ids_BW: torch.Tensor
+    ids_BP: torch.Tensor
+    lengths_B: torch.Tensor
+
+    @property
+    def given_width(self) -> int:
+        """Width of the ids as the caller passed them, which is what `max_length` counts."""
+        return self.given_ids_BW.shape[1]
+
+
+def compact_prompt(
+    input_ids_BW: torch.Tensor,
+    attention_mask_BW: torch.Tensor | None = None,
+    *,
+    fill_id: int = 0,
+    min_width: int = 1,
+    multiple_of: int | None = None,
+) -> Prompt:
+    """Remove the padding of each row: left, right or in the middle.
+
+    A token's position is the number of real tokens before it, so a compacted row is the prompt that
+    the padded row means. A right-padded row goes on after its last real token (transformers would
+    go on after the padding, and warns).
+
+    Args:
+        input_ids_BW: integer ids.
+        attention_mask_BW: 0 (or False) for padding; None: every token is real.
+        fill_id: a valid token id for the unused tail.
+        min_width: the result is at least this wide.
+        multiple_of: and a multiple of this, so that chunks of it are all alike.
+    """
+    if input_ids_BW.dim() != 2 or input_ids_BW.shape[1] == 0 or input_ids_BW.shape[0] == 0:
+        raise ValueError(
+            "generate: input_ids must be [batch, length] with at least one token, got "
+            f"{tuple(input_ids_BW.shape)}"
+        )
+    batch_size, width = input_ids_BW.shape
+    if attention_mask_BW is None:
+        real_BW = torch.ones_like(input_ids_BW, dtype=torch.bool)
+    elif attention_mask_BW.shape != input_ids_BW.shape:
+        raise ValueError(
+            "generate: attention_mask must have the shape of input_ids "
+            f"{tuple(input_ids_BW.shape)}, got {tuple(attention_mask_BW.shape)}"
+        )
+    else:
+        real_BW = attention_mask_BW.to(device=input_ids_BW.device) != 0
+    lengths_B = real_BW.sum(dim=1)
+    if bool((lengths_B == 0).any()):
+        rows = (lengths_B == 0).nonzero().flatten().tolist()
+        raise ValueError(f"generate: attention_mask leaves no token in row(s) {rows}")
+    compact_width = max(int(lengths_B.max()), min_width)
+    if multiple_of is not None:
+        compact_width = -(-compact_width // multiple_of) * multiple_of
+    # A stable sort keeps the order of the real tokens and moves the padding behind them.
+    order_BW = torch.sort((~real_BW).to(torch.int8), dim=1, stable=True).indices
+    ids_BP = input_ids_BW.new_full((batch_size, compact_width), fill_id, dtype=torch.long)
+    kept = min(width, compact_width)
+    ids_BP[:, :kept] = input_ids_BW.gather(1, order_BW)[:, :kept]
+    columns = torch.arange(compact_width, device=ids_BP.device)
+    ids_BP.masked_fill_(columns >= lengths_B[:, None], fill_id)
+    return Prompt(input_ids_BW.to(torch.long), ids_BP, lengths_B)

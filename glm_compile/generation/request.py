@@ -1,0 +1,329 @@
+"""One call of `generate`, validated: what transformers prepared, and nothing that would be ignored.
+
+B batch, W prompt width.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from transformers import GenerationConfig
+
+from glm_compile.generation.processors import ScoreProcessor
+from glm_compile.generation.prompt import Prompt, compact_prompt
+from glm_compile.generation.stopping import StopRules
+
+DEFAULT_NUM_DRAFT_TOKENS = 5
+
+
+@dataclass(frozen=True)
+class Request:
+    """What the decoding loop needs to know.
+
+    Attributes:
+        prompt: compacted prompts, and the ids as given.
+        max_new_tokens: most tokens that a row may get, at least 1.
+        do_sample: sampling, else greedy.
+        pad_id: filler behind a finished row.
+        stop: end-of-sequence ids and the caller's criteria.
+        processor: logits to scores.
+        num_drafts: drafts of a block, 0 without MTP.
+        is_index_shared: whether draft steps reuse the selection of the last accepted row.
+        streamer: receives the prompt and each token, or None.
+        is_prompt_streamed: the streamer has the prompt already.
+        prefill_chunk_size: prompt tokens per forward, None for all at once.
+        min_cache_len: a capacity that the caller asked for.
+        keeps_scores, keeps_logits: whether the output carries them.
+        returns_dict: GenerationOutput instead of the ids alone.
+    """
+
+    prompt: Prompt
+    max_new_tokens: int
+    do_sample: bool
+    pad_id: int
+    stop: StopRules
+    processor: ScoreProcessor
+    num_drafts: int
+    is_index_shared: bool
+    streamer: Any
+    is_prompt_streamed: bool
+    prefill_chunk_size: int | None
+    min_cache_len: int
+    keeps_scores: bool
+    keeps_logits: bool
+    returns_dict: bool
+
+    @property
+    def batch_size(self) -> int:
+        return self.prompt.given_ids_BW.shape[0]
+
+    @property
+    def needs_host_decision(self) -> bool:
+        """Whether something on the host looks at each block before the next one starts."""
+        return bool(self.stop.criteria) or self.processor.needs_text or self.streamer is not None
+
+
+def check_draft_arguments(
+    mtp: Any, num_draft_tokens: int | None, index_share: bool | None, cuda_graph: bool | None
+) -> tuple[int, bool]:
+    """Number of drafts, and whether draft steps share the index; ValueError for a misfit."""
+    if num_draft_tokens is None:
+        num_draft_tokens = 0 if mtp is None else DEFAULT_NUM_DRAFT_TOKENS
+    if isinstance(num_draft_tokens, bool) or not isinstance(num_draft_tokens, int):
+        raise ValueError(
+            f"generate: num_draft_tokens must be an integer or None, got {num_draft_tokens!r}"
+        )
+    if num_draft_tokens < 0:
+        raise ValueError(f"generate: num_draft_tokens must not be negative, got {num_draft_tokens}")
+    if num_draft_tokens > 0 and mtp is None:
+        raise ValueError(
+            f"generate: num_draft_tokens={num_draft_tokens} needs an MTP layer; pass mtp=, as "
+            "glm_compile.load returns it, or num_draft_tokens=0"
+        )
+    for name in ("extend", "draft", "compute_logits") if mtp is not None else ():
+        if not callable(getattr(mtp, name, None)):
+            raise ValueError(
+                f"generate: mtp must be an MTP layer as glm_compile.load returns it; "
+                f"{type(mtp).__name__} has no {name}()"
+            )
+    if cuda_graph and not torch.cuda.is_available():
+        raise ValueError("generate: cuda_graph=True needs a CUDA device; leave it None on the CPU")
+    shared = (
+        bool(getattr(mtp, "is_index_shared", False)) if index_share is None else bool(index_share)
+    )
+    return num_draft_tokens, shared
+
+
+# Fields of GenerationConfig that are taken, in transformers' meaning.
+_TAKEN = frozenset(
+    {
+        "max_length",
+        "max_new_tokens",
+        "min_length",
+        "min_new_tokens",
+        "max_time",
+        "stop_strings",
+        "do_sample",
+        "use_cache",
+        "max_cache_len",
+        "temperature",
+        "top_k",
+        "top_p",
+        "min_p",
+        "top_h",
+        "typical_p",
+        "epsilon_cutoff",
+        "eta_cutoff",
+        "repetition_penalty",
+        "encoder_repetition_penalty",
+        "no_repeat_ngram_size",
+        "encoder_no_repeat_ngram_size",
+        "bad_words_ids",
+        "renormalize_logits",
+        "forced_bos_token_id",
+        "forced_eos_token_id",
+        "remove_invalid_values",
+        "exponential_decay_length_penalty",
+        "suppress_tokens",
+        "begin_suppress_tokens",
+        "sequence_bias",
+        "watermarking_config",
+        "num_return_sequences",
+        "output_scores",
+        "output_logits",
+        "return_dict_in_generate",
+        "pad_token_id",
+        "bos_token_id",
+        "eos_token_id",
+        "prefill_chunk_size",
+        "disable_compile",
+    }
+)
+# Fields without a meaning for this kind of decoding; transformers' own sampling ignores them too.
+_MEANINGLESS = frozenset(
+    {
+        "early_stopping",
+        "length_penalty",
+        "decoder_start_token_id",
+        "num_assistant_tokens",
+        "num_assistant_tokens_schedule",
+        "assistant_confidence_threshold",
+        "max_matching_ngram_size",
+        "assistant_lookbehind",
+        "target_lookbehind",
+        "transformers_version",
+    }
+)
+# Fields that are refused: the values that mean "not asked for", and what to do instead.
+_REFUSED: dict[str, tuple[tuple[Any, ...], str]] = {
+    "num_beams": ((None, 1), "only greedy decoding and sampling are supported"),
+    "num_beam_groups": ((None, 1), "only greedy decoding and sampling are supported"),
+    "diversity_penalty": ((None, 0.0), "only greedy decoding and sampling are supported"),
+    "constraints": ((None,), "only greedy decoding and sampling are supported"),
+    "force_words_ids": ((None,), "only greedy decoding and sampling are supported"),
+    "penalty_alpha": ((None, 0.0), "only greedy decoding and sampling are supported"),
+    "dola_layers": ((None,), "only greedy decoding and sampling are supported"),
+    "low_memory": ((None, False), "only greedy decoding and sampling are supported"),
+    "use_mtp": ((None, False), "pass the MTP layer as mtp="),
+    "is_assistant": ((None, False), "pass the MTP layer as mtp="),
+    "prompt_lookup_num_tokens": ((None,), "drafts come from the MTP layer: pass mtp="),
+    "assistant_early_exit": ((None,), "drafts come from the MTP layer: pass mtp="),
+    "assistant_ensemble_weight": ((None,), "drafts are verified without loss"),
+    "speculation_type": ((None,), "drafts come from the MTP layer: pass mtp="),
+    "guidance_scale": ((None, 1, 1.0), "it runs the model a second time for each token"),
+    "token_healing": ((None, False), "it rewrites the prompt; do so before the call"),
+    "output_attentions": ((None, False), "attention weights are never built"),
+    "output_hidden_states": ((None, False), "call the model's forward for them"),
+    "use_cache": ((None, True), "decoding works on a cache of its own"),
+    "cache_implementation": ((None,), "decoding works on a cache of its own"),
+    "cache_config": ((None,), "decoding works on a cache of its own"),
+    "compile_config": ((None,), 'compile the model with torch.compile(model, backend="glm")'),
+    "continuous_batching_config": ((None,), "use transformers' generate_batch"),
+}
+
+
+def check_generation_config(config: Any) -> None:
+    """Raise ValueError for a field that cannot be honoured, naming it."""
+    for name, (unset, advice) in _REFUSED.items():
+        value = getattr(config, name, None)
+        # `True == 1` would let output_attentions=1 or num_beams=True through unseen.
+        if not any(value is u or (value == u and type(value) is type(u)) for u in unset):
+            raise ValueError(f"generate: {name}={value!r} is not supported; {advice}")
+    known = _TAKEN | _MEANINGLESS | _REFUSED.keys()
+    for name in vars(GenerationConfig()):
+        if (
+            not name.startswith("_")
+            and name not in known
+            and getattr(config, name, None) is not None
+        ):
+            raise ValueError(
+                f"generate: {name}={getattr(config, name)!r} is not supported (a field that this "
+                "version does not know)"
+            )
+
+
+def check_model_kwargs(kwargs: Mapping[str, Any], attention_mask: torch.Tensor | None) -> None:
+    """Raise ValueError for an argument of the model's forward that the loop would drop."""
+    for name, value in kwargs.items():
+        if value is None or name in ("use_cache", "inputs_tensor"):
+            continue
+        if name in ("cache", "past_key_values"):
+            # transformers prepares an empty cache; one of the caller's own would be left unused.
+            if getattr(value, "_is_user_defined", False) or int(value.get_seq_length()) > 0:
+                raise ValueError(
+                    f"generate: {name} is not supported: decoding starts from the prompt, in a "
+                    "cache of its own"
+                )
+        elif name == "logits_to_keep" and not isinstance(value, torch.Tensor) and value == 1:
+            continue
+        elif name == "position_ids":
+            _check_position_ids(value, attention_mask)
+        else:
+            raise ValueError(f"generate: {name} is not supported")
+
+
+def _check_position_ids(position_ids: torch.Tensor, attention_mask: torch.Tensor | None) -> None:
+    """transformers prepares the positions that the mask means; any others are the caller's."""
+    if attention_mask is None:
+        expected = torch.arange(position_ids.shape[-1], device=position_ids.device)
+        agrees = position_ids == expected
+    else:
+        real = attention_mask != 0
+        agrees = (position_ids == real.long().cumsum(-1) - 1) | ~real
+    if not bool(agrees.all()):
+        raise ValueError(
+            "generate: position_ids is not supported: a token's position is the number of real "
+            "tokens before it"
+        )
+
+
+def build_request(
+    *,
+    input_ids: torch.Tensor,
+    attention_mask: torch.Tensor | None,
+    config: Any,
+    logits_processor: Any,
+    stopping_criteria: Any,
+    streamer: Any,
+    is_prompt_streamed: bool,
+    num_drafts: int,
+    is_index_shared: bool,
+    returns_dict: bool,
+    vocab_size: int,
+    min_prompt_width: int = 1,
+) -> Request:
+    """Put a request together from what transformers' `generate` prepared.
+
+    Args:
+        config: GenerationConfig after transformers' preparation (special tokens as tensors,
+            `max_length` counted from the start of the prompt).
+        logits_processor, stopping_criteria: the prepared lists; warpers are in the former.
+        min_prompt_width: least width of the compacted prompts and of their chunks.
+    """
+    check_generation_config(config)
+    stop = StopRules.from_criteria(stopping_criteria)
+    for criterion in stop.criteria:
+        if not callable(criterion):
+            raise ValueError(
+                f"generate: stopping_criteria holds {criterion!r}, which is not callable"
+            )
+    chunk_size = _chunk_size(config.prefill_chunk_size, min_prompt_width)
+    prompt = compact_prompt(
+        input_ids, attention_mask, multiple_of=chunk_size, min_width=min_prompt_width
+    )
+    # Judged on real tokens only: padding may be any id.
+    biggest, smallest = int(prompt.ids_BP.max()), int(prompt.ids_BP.min())
+    if smallest < 0 or biggest >= vocab_size:
+        raise ValueError(
+            f"generate: input_ids must be in 0..{vocab_size - 1}, got {smallest}..{biggest}"
+        )
+    batch_size = input_ids.shape[0]
+    if streamer is not None and batch_size > 1:
+        raise ValueError(f"generate: streamer works with one sequence, got a batch of {batch_size}")
+    max_length = stop.max_length if stop.max_length is not None else config.max_length
+    max_new_tokens = max_length - prompt.given_width
+    if max_new_tokens < 1:
+        raise ValueError(
+            f"generate: max_length ({max_length}) leaves no token to generate behind a prompt of "
+            f"{prompt.given_width}"
+        )
+    return Request(
+        prompt=prompt,
+        max_new_tokens=max_new_tokens,
+        do_sample=bool(config.do_sample),
+        pad_id=_pad_id(config, stop, batch_size),
+        stop=stop,
+        processor=ScoreProcessor(logits_processor),
+        num_drafts=num_drafts,
+        is_index_shared=is_index_shared,
+        streamer=streamer,
+        is_prompt_streamed=is_prompt_streamed,
+        prefill_chunk_size=chunk_size,
+        min_cache_len=config.max_cache_len or 0,
+        keeps_scores=returns_dict and bool(config.output_scores),
+        keeps_logits=returns_dict and bool(config.output_logits),
+        returns_dict=returns_dict,
+    )
+
+
+def _pad_id(config: Any, stop: StopRules, batch_size: int) -> int:
+    """transformers' pad token; it is an error to have none where rows may end apart."""
+    prepared = getattr(config, "_pad_token_tensor", None)
+    if prepared is not None:
+        return int(prepared)
+    if batch_size > 1 and (stop.eos_ids or stop.criteria):
+        raise ValueError(
+            "generate: pad_token_id is needed: sequences of the batch may end at different tokens"
+        )
+    return 0
+
+
+def _chunk_size(value: int | None, least: int) -> int | None:
+    if value is None:
+        return None
+    if value < 1:
+        raise ValueError(f"generate: prefill_chunk_size must be at least 1, got {value}")
+    return max(value, least)

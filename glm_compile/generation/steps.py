@@ -1,0 +1,267 @@
+"""The model's and the MTP layer's forwards as the loop calls them, eager or compiled.
+
+Each has few shapes: the prompt (dynamic length), a verify step (S = 1 + drafts), a decode step
+(S = 1), a draft step. Masks are made inside the compiled function from the cache's lengths, so that
+their meaning is known to the backend; positions are tensors, so that no step recompiles.
+
+B batch, S query tokens, C hidden, K selected tokens, V vocabulary.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from glm_compile.cache import PagedCache
+from glm_compile.errors import UnsupportedError
+from glm_compile.model_facts import cache_argument, mask_dtype
+
+# Compiled functions of one compiled model are found again through this attribute of its compiled
+# call.
+_STEPS_ATTRIBUTE = "_glm_compile_steps"
+
+
+@dataclass(frozen=True)
+class Compiler:
+    """How the user's model was compiled, so that the steps are compiled alike.
+
+    Attributes:
+        owner: the user's compiled callable.
+        backend: what `torch.compile` calls with a graph, options bound.
+        options: the backend's options as given.
+    """
+
+    owner: Any
+    backend: Callable
+    options: dict[str, Any]
+
+    def __call__(self, step: Callable, *, dynamic: bool | None) -> Callable:
+        return torch.compile(step, backend=self.backend, fullgraph=True, dynamic=dynamic)
+
+
+def unwrap_compiled(model: Any) -> tuple[Any, Compiler | None]:
+    """The plain model, and its compiler if it is compiled.
+
+    Seen are `torch.compile(model)`, `model.compile()`, `model.forward = torch.compile(model.forward)`.
+    """
+    if hasattr(model, "_orig_mod"):
+        return model._orig_mod, _compiler_of(model.forward, getattr(model, "dynamo_ctx", None))
+    call = getattr(model, "_compiled_call_impl", None)
+    if call is None:
+        forward = vars(model).get("forward")
+        call = forward if hasattr(forward, "_torchdynamo_orig_callable") else None
+    return model, None if call is None else _compiler_of(call, None)
+
+
+def _compiler_of(call: Any, context: Any) -> Compiler:
+    """Follow torch's chain of wrappers to the object that holds backend and options."""
+    candidates = [getattr(context, "callback", None)]
+    candidates += [cell.cell_contents for cell in getattr(call, "__closure__", None) or ()]
+    for candidate in candidates:
+        while (inner := getattr(candidate, "_torchdynamo_orig_backend", None)) is not None:
+            candidate = inner
+        if hasattr(candidate, "compiler_fn"):
+            options = dict(getattr(candidate, "kwargs", {}).get("options") or {})
+            assert callable(candidate)
+            return Compiler(call, candidate, options)
+    raise UnsupportedError(
+        "generate: cannot find the backend of the compiled model with torch "
+        f"{torch.__version__}; "
+        'pass the plain model, or torch.compile(model, backend="glm")'
+    )
+
+
+class TargetSteps:
+    """Forwards of the model: prompt, and verify or decode.
+
+    Calls write into the cache at its lengths and do not advance them.
+    """
+
+    def __init__(self, model: Any, compiler: Compiler | None) -> None:
+        self.model = model
+        decoder, head = model.model, model.lm_head
+        cache_name = cache_argument()
+
+        def forward(ids_BS: torch.Tensor, cache: PagedCache) -> torch.Tensor:
+            mask = cache.causal_mask(ids_BS.shape[1], mask_dtype(model.config, head.weight.dtype))
+            outputs = decoder(
+                input_ids=ids_BS,
+                attention_mask={"indexed_attention": mask},
+                position_ids=_positions(ids_BS, cache),
+                use_cache=True,
+                **{cache_name: cache},
+            )
+            return outputs.last_hidden_state
+
+        def prompt(
+            ids_BS: torch.Tensor, row_B: torch.Tensor, cache: PagedCache
+        ) -> tuple[torch.Tensor, torch.Tensor]:
+            hidden_BSC = forward(ids_BS, cache)
+            return hidden_BSC, head(select_row(hidden_BSC, row_B)).squeeze(1)
+
+        def verify(ids_BS: torch.Tensor, cache: PagedCache) -> tuple[torch.Tensor, torch.Tensor]:
+            hidden_BSC = forward(ids_BS, cache)
+            return hidden_BSC, head(hidden_BSC)
+
+        #: (ids [B,S], row [B], cache) -> hidden [B,S,C] after the final norm, logits of the row
+        #: [B,V]
+        self.prompt = _dynamic(compiler, prompt)
+        #: (ids [B,S], cache) -> hidden [B,S,C], logits [B,S,V]
+        self.verify = _static(compiler, verify)
+
+
+class MtpSteps:
+    """Forwards of the MTP layer: extend (prompt and block) and draft.
+
+    `extend` writes the layer's rows at the cache's lengths; nothing advances them.
+    """
+
+    def __init__(self, mtp: Any, compiler: Compiler | None) -> None:
+        self.mtp = mtp
+
+        def run_extend(
+            ids_BS: torch.Tensor, hidden_BSC: torch.Tensor, row_B: torch.Tensor, cache: PagedCache
+        ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+            positions_BS = _positions(ids_BS, cache)
+            hidden_BSC, topk_BSK = mtp.extend(ids_BS, hidden_BSC, positions_BS, None, cache)
+            hidden_B1C = select_row(hidden_BSC, row_B)
+            return hidden_B1C, select_row(topk_BSK, row_B), mtp.compute_logits(hidden_B1C)
+
+        # Two functions, so that neither counts as a recompilation of the other.
+        def extend(
+            ids_BS: torch.Tensor, hidden_BSC: torch.Tensor, row_B: torch.Tensor, cache: PagedCache
+        ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+            return run_extend(ids_BS, hidden_BSC, row_B, cache)
+
+        def extend_prompt(
+            ids_BS: torch.Tensor, hidden_BSC: torch.Tensor, row_B: torch.Tensor, cache: PagedCache
+        ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+            return run_extend(ids_BS, hidden_BSC, row_B, cache)
+
+        def draft(
+            ids_B1: torch.Tensor,
+            hidden_B1C: torch.Tensor,
+            seed_B1K: torch.Tensor,
+            step: torch.Tensor,
+            cache: PagedCache,
+        ) -> tuple[torch.Tensor, torch.Tensor]:
+            positions_B1 = (cache.lengths + step).to(torch.long)[:, None]
+            hidden_B1C = mtp.draft(ids_B1, hidden_B1C, positions_B1, None, cache, seed_B1K)
+            return hidden_B1C.contiguous(), mtp.compute_logits(hidden_B1C)
+
+        #: (ids [B,S] one token ahead, hidden [B,S,C], row [B], cache)
+        #: -> hidden of the row [B,1,C], its selection [B,1,K], its logits [B,1,V]
+        self.extend = _static(compiler, extend)
+        self.extend_prompt = _dynamic(compiler, extend_prompt)
+        #: (draft [B,1], hidden [B,1,C], seed [B,1,K], step 0-d, cache) -> hidden [B,1,C], logits
+        #: [B,1,V]
+        self.draft = _static(compiler, draft)
+
+
+class Steps:
+    """Everything that one model, compiled or not, keeps between calls.
+
+    Attributes:
+        target: forwards of the model.
+        cache: the last cache; kept for compiled steps only, whose shapes depend on its size.
+    """
+
+    def __init__(self, model: Any, compiler: Compiler | None) -> None:
+        self.compiler = compiler
+        self.target = TargetSteps(model, compiler)
+        self.cache: PagedCache | None = None
+        self._mtp: MtpSteps | None = None
+
+    @classmethod
+    def of(cls, model: Any, compiler: Compiler | None) -> Steps:
+        """Steps of this model; a compiled model gets the same ones each time."""
+        if compiler is None:
+            return cls(model, None)
+        steps = getattr(compiler.owner, _STEPS_ATTRIBUTE, None)
+        if steps is None or steps.target.model is not model:
+            steps = cls(model, compiler)
+            setattr(compiler.owner, _STEPS_ATTRIBUTE, steps)
+        return steps
+
+    def for_mtp(self, mtp: Any) -> MtpSteps:
+        """Forwards of an MTP layer."""
+        if self._mtp is None or self._mtp.mtp is not mtp:
+            self._mtp = MtpSteps(mtp, self.compiler)
+        return self._mtp
+
+    @property
+    def min_prompt_width(self) -> int:
+        """A dynamic dimension of one is another graph: compiled prompts have two columns or more."""
+        return 1 if self.compiler is None else 2
+
+    def take_cache(self, batch_size: int, num_tokens: int, num_mtp_layers: int) -> PagedCache:
+        """An empty cache of at least this capacity.
+
+        Compiled steps get powers of two, and the last cache again where it is large enough: the
+        capacity is a shape in their graphs.
+        """
+        if self.compiler is None:
+            return self._make_cache(batch_size, num_tokens, num_mtp_layers)
+        cache = self.cache
+        if (
+            cache is None
+            or cache.batch_size != batch_size
+            or cache.max_cache_len < num_tokens
+            or len(cache.layers) - cache.num_decoder_layers < num_mtp_layers
+        ):
+            # Let go of the old one first: both need not fit.
+            self.cache = cache = None
+            capacity = max(256, 1 << (num_tokens - 1).bit_length())
+            cache = self.cache = self._make_cache(batch_size, capacity, num_mtp_layers)
+        cache.reset()
+        return cache
+
+    def _make_cache(self, batch_size: int, num_tokens: int, num_mtp_layers: int) -> PagedCache:
+        model = self.target.model
+        is_fp8 = (self.compiler.options if self.compiler else {}).get("indexer_dtype") == "fp8"
+        cache = PagedCache(
+            model.config,
+            batch_size,
+            num_tokens,
+            dtype=model.lm_head.weight.dtype,
+            index_dtype=torch.float8_e4m3fn if is_fp8 else None,
+            device=model.model.embed_tokens.weight.device,
+            num_mtp_layers=num_mtp_layers,
+        )
+        cache.auto_advance = False
+        return cache
+
+
+def select_row(values_BSX: torch.Tensor, row_B: torch.Tensor) -> torch.Tensor:
+    """One row of each sequence [B,1,X], contiguous."""
+    index_B1X = row_B[:, None, None].expand(-1, 1, values_BSX.shape[-1])
+    return values_BSX.gather(1, index_B1X)
+
+
+def _positions(ids_BS: torch.Tensor, cache: PagedCache) -> torch.Tensor:
+    """Position of each token of a step that is written at the cache's lengths, int64 [B,S]."""
+    offsets_S = torch.arange(ids_BS.shape[1], device=ids_BS.device)
+    return cache.lengths[:, None].to(torch.long) + offsets_S
+
+
+def _static(compiler: Compiler | None, step: Callable) -> Callable:
+    return step if compiler is None else compiler(step, dynamic=False)
+
+
+def _dynamic(compiler: Compiler | None, step: Callable) -> Callable:
+    """Compile with a dynamic number of query tokens: axis 1 of ids [B,S] and hidden [B,S,C]."""
+    if compiler is None:
+        return step
+    compiled = compiler(step, dynamic=None)
+
+    def call(ids_BS: torch.Tensor, *rest: Any) -> Any:
+        for tensor in (ids_BS, *rest):
+            # Not the row index [B], whose only axis is the batch.
+            if isinstance(tensor, torch.Tensor) and tensor.dim() > 1:
+                torch._dynamo.mark_dynamic(tensor, 1)
+        return compiled(ids_BS, *rest)
+
+    return call
