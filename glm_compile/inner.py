@@ -87,7 +87,7 @@ def analyze(
 
     def finish(graph: fx.GraphModule, inputs: Sequence[Any]) -> Compiled:
         rewrite(graph)
-        return _never_called
+        return never_called
 
     return _aot(graph_module, example_inputs, finish)
 
@@ -184,7 +184,8 @@ def _aot(
         return compiler(graph_module, list(example_inputs))
 
 
-def _never_called(*_args: Any) -> Sequence[Any]:
+def never_called(*_args: Any) -> Sequence[Any]:
+    """Stand in for a graph that was not compiled."""
     raise AssertionError("an analysed graph was run")
 
 
