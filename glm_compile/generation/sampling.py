@@ -22,8 +22,8 @@ def draw(weights: torch.Tensor) -> torch.Tensor:
     """One index of the last axis for each row, with probability proportional to its weight.
 
     An exponential race. It draws the same as `torch.multinomial(weights, 1)` from the same
-    generator state, without that function's check of the values, which waits for the device. A weight of zero
-    is never drawn unless all are.
+    generator state, without that function's check of the values, which waits for the device. A
+    weight of zero is never drawn unless all are.
     """
     noise = torch.empty_like(weights).exponential_(1)
     return weights.div(noise).argmax(dim=-1)

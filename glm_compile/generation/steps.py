@@ -45,7 +45,7 @@ class Compiler:
 def unwrap_compiled(model: Any) -> tuple[Any, Compiler | None]:
     """The plain model, and its compiler if it is compiled.
 
-    Seen are `torch.compile(model)`, `model.compile()`, `model.forward = torch.compile(model.forward)`.
+    Seen are `torch.compile(model)`, `model.compile()` and a compiled `model.forward`.
     """
     if hasattr(model, "_orig_mod"):
         return model._orig_mod, _compiler_of(model.forward, getattr(model, "dynamo_ctx", None))
@@ -194,7 +194,7 @@ class Steps:
 
     @property
     def min_prompt_width(self) -> int:
-        """A dynamic dimension of one is another graph: compiled prompts have two columns or more."""
+        """A dynamic size of one is another graph: compiled prompts have two columns or more."""
         return 1 if self.compiler is None else 2
 
     def take_cache(self, batch_size: int, num_tokens: int, num_mtp_layers: int) -> PagedCache:

@@ -1,0 +1,100 @@
+"""Drafts whose acceptance a test decides, and the runs that they are compared with."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+
+from glm_compile.mtp import GlmMoeDsaMtp
+
+# How many drafts of iteration i (0 = the block proposed behind the prompt) are right in row b.
+Plan = Callable[[int, int], int]
+
+
+def random_mtp(model: Any, *, seed: int = 1, std: float = 0.1) -> GlmMoeDsaMtp:
+    """MTP layer with random weights: its drafts are nearly always wrong."""
+    mtp = GlmMoeDsaMtp(model)
+    generator = torch.Generator().manual_seed(seed)
+    with torch.no_grad():
+        for parameter in mtp.parameters():
+            values = torch.randn(parameter.shape, generator=generator)
+            parameter.copy_(values * std if parameter.dim() > 1 else 1 + 0.1 * values)
+    return mtp
+
+
+class ScriptedMtp:
+    """Drafts the next tokens of known sequences, or wrong ones, as a plan says.
+
+    Args:
+        sequences: for each row, prompt (without padding) and continuation.
+        plan: number of right drafts for (iteration, row).
+        inner: a real MTP layer to run along, for its cache rows.
+    """
+
+    def __init__(
+        self,
+        sequences: Sequence[Sequence[int]],
+        plan: Plan,
+        vocab_size: int,
+        inner: GlmMoeDsaMtp | None = None,
+    ) -> None:
+        self.sequences = [list(s) for s in sequences]
+        self.plan = plan
+        self.vocab_size = vocab_size
+        self.inner = inner
+        self.is_index_shared = True
+        self.iteration = -1
+        self.draft_index = 0
+
+    def extend(
+        self, ids_BS: Any, hidden_BSC: Any, positions_BS: Any, mask: Any, cache: Any
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        seed_BSK = torch.zeros(*ids_BS.shape, 1, dtype=torch.int32)
+        if self.inner is not None:
+            _, seed_BSK = self.inner.extend(ids_BS, hidden_BSC, positions_BS, mask, cache)
+        self.iteration += 1
+        return self._answer(positions_BS, hidden_BSC, 0), seed_BSK
+
+    def draft(
+        self, ids_B1: Any, hidden_B1C: Any, positions_B1: Any, mask: Any, cache: Any, seed: Any
+    ) -> torch.Tensor:
+        if self.inner is not None:
+            self.inner.draft(ids_B1, hidden_B1C, positions_B1, mask, cache, seed)
+        index = int((positions_B1[:, 0] - cache.lengths).max()) + 1
+        return self._answer(positions_B1, hidden_B1C, index)
+
+    def compute_logits(self, hidden: torch.Tensor) -> torch.Tensor:
+        logits = torch.zeros(*hidden.shape[:-1], self.vocab_size)
+        return logits.scatter(-1, hidden[..., :1].long(), 30.0)
+
+    def _answer(self, positions_BS: torch.Tensor, like: torch.Tensor, index: int) -> torch.Tensor:
+        """Hidden states that hold the token to draft: two behind the position of the row."""
+        answer = torch.zeros_like(like)
+        for b, positions in enumerate(positions_BS.tolist()):
+            is_right = self.plan(self.iteration, b) > index
+            for s, position in enumerate(positions):
+                sequence = self.sequences[b]
+                token = sequence[position + 2] if position + 2 < len(sequence) else 0
+                answer[b, s, 0] = token if is_right else (token + 1) % self.vocab_size
+        return answer
+
+
+def always(count: int) -> Plan:
+    """Plan with the same number of right drafts everywhere."""
+    return lambda iteration, row: count
+
+
+def greedy_reference(model: Any, ids: torch.Tensor, max_new_tokens: int, **kwargs: Any) -> Any:
+    """Unmodified transformers, DynamicCache, batch of one."""
+    assert ids.shape[0] == 1
+    kwargs.setdefault("eos_token_id", None)
+    kwargs.setdefault("pad_token_id", 0)
+    return model.generate(
+        ids,
+        attention_mask=torch.ones_like(ids),
+        max_new_tokens=max_new_tokens,
+        do_sample=False,
+        **kwargs,
+    )
