@@ -54,15 +54,15 @@ def glm(
 def _as_backend_error(error: Exception) -> Exception:
     """The same error, of a class that is also Dynamo's error of backends.
 
-    Dynamo wraps what a backend raises, so that `except MatchError` around a compiled model would not
-    catch one. What is a `BackendCompilerFailed` already passes as it is.
+    Dynamo wraps what a backend raises, so that `except MatchError` around a compiled model would
+    not catch one. What is a `BackendCompilerFailed` already passes as it is.
     """
     from torch._dynamo.exc import BackendCompilerFailed
 
     kind = type(error)
     names = {"__module__": kind.__module__, "__qualname__": kind.__qualname__}
-    both = type(kind.__name__, (kind, BackendCompilerFailed), names)
-    raised: Exception = both.__new__(both)
+    both: Any = type(kind.__name__, (kind, BackendCompilerFailed), names)
+    raised: Exception = both.__new__(both)  # its classes disagree about __init__
     raised.__dict__.update(error.__dict__)
     raised.__dict__.update(backend_name="glm", inner_exception=error, first_useful_frame=None)
     raised.args = error.args

@@ -11,6 +11,7 @@ what they matched.
 from __future__ import annotations
 
 import logging
+import re
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -414,11 +415,13 @@ class _Rewrite:
         entries = []
         for use in self.kind.uses:
             for entry in result.declined:
-                where = entry.where
+                where, reason = entry.where, entry.reason
                 if first is not None and use.layer is not None:
-                    is_inside = where == first or where.startswith(first + ".")
-                    where = use.layer + where[len(first) :] if is_inside else where
-                entries.append(Declined(where, entry.reason))
+                    where, reason = (
+                        re.sub(rf"\b{re.escape(first)}(?!\d)", use.layer, text)
+                        for text in (where, reason)
+                    )
+                entries.append(Declined(where, reason))
         return entries
 
     def weight_groups(self, arguments: Sequence[Any]) -> list[list[tuple[str, torch.Tensor]]]:

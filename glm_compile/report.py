@@ -54,6 +54,7 @@ class CompileReport:
         declined: candidates left alone, by pass, each with its reason.
         notes: what else a user should know.
         graphs: the graphs before and after each pass, for `save`.
+        mtp: the report of the MTP layer, where one was asked for together with the model's.
     """
 
     title: str = "model"
@@ -65,11 +66,12 @@ class CompileReport:
     declined: dict[str, list[Declined]] = field(default_factory=dict)
     notes: list[str] = field(default_factory=list)
     graphs: list[GraphDump] = field(default_factory=list, repr=False)
+    mtp: CompileReport | None = None
 
     @property
     def ok(self) -> bool:
-        """Whether every pass matched exactly what the model has."""
-        return not self.mismatched
+        """Whether every pass matched exactly what the model, and the MTP layer if any, has."""
+        return not self.mismatched and (self.mtp is None or self.mtp.ok)
 
     @property
     def mismatched(self) -> list[str]:
@@ -116,7 +118,8 @@ class CompileReport:
         for note in self.notes:
             console.print(f"note: {note}", soft_wrap=True)
         text: str = console.file.getvalue()  # type: ignore[attr-defined]
-        return "\n".join(line.rstrip() for line in text.rstrip().splitlines())
+        lines = [line.rstrip() for line in text.rstrip().splitlines()]
+        return "\n".join([*lines, *(["", self.mtp.table()] if self.mtp is not None else [])])
 
     def __str__(self) -> str:
         return self.table()
@@ -160,8 +163,10 @@ class CompileReport:
     def _write(self, folder: Path) -> None:
         (folder / MARKER).write_text(self.table() + "\n", encoding="utf-8")
         numbers: dict[str, int] = {}
-        for dump in self.graphs:
-            graph = _file_name(dump.graph)
+        own = [(dump.graph, dump) for dump in self.graphs]
+        mtp = [(f"MTP {dump.graph}", dump) for dump in self.mtp.graphs] if self.mtp else []
+        for name, dump in [*own, *mtp]:
+            graph = _file_name(name)
             number = numbers.setdefault(graph, len(numbers))
             stage = sum(1 for _ in (folder.glob(f"{number:02d}-{graph}-*-before.txt")))
             stem = f"{number:02d}-{graph}-{stage}-{_file_name(dump.pass_name)}"

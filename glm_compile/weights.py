@@ -74,6 +74,14 @@ def merge_weights(model: nn.Module) -> MergeRecord:
     return record
 
 
+def find_left_alone(model: nn.Module) -> list[Declined]:
+    """Groups that `merge_weights` would not touch, with the reasons; nothing is moved."""
+    groups = list(_groups_by_name(model))
+    owners = _Owners(weight for group in groups for _name, weight in group)
+    reasons = ((group, _why_not(group, owners)) for group in groups)
+    return [Declined(_group_name(group), reason) for group, reason in reasons if reason]
+
+
 def merge_groups(groups: Iterable[Sequence[tuple[str, torch.Tensor]]], record: MergeRecord) -> None:
     """Lay out each group of (name, weight) adjacently, in its order, and note the outcome.
 

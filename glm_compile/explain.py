@@ -1,0 +1,263 @@
+"""Say what the backend would replace in a model, without compiling or computing anything.
+
+The model is copied onto the `meta` device (shapes, no weights), given a cache of the asked
+length, and traced once; the passes run on the graph, and the report tells what they found. The
+release's 78 layers need neither its weights nor a GPU.
+"""
+
+from __future__ import annotations
+
+import copy
+import logging
+from collections.abc import Callable, Mapping
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import nn
+
+from glm_compile.options import CompileOptions
+from glm_compile.report import CompileReport
+
+if TYPE_CHECKING:
+    from glm_compile.mtp import GlmMoeDsaMtp
+
+logger = logging.getLogger(__name__)
+
+CACHES = ("static", "paged", "dynamic", None)
+
+
+def explain(
+    model: nn.Module,
+    batch_size: int = 1,
+    query_len: int = 6,
+    cache_len: int = 4096,
+    cache: str | None = "static",
+    options: CompileOptions | Mapping[str, Any] | None = None,
+    *,
+    mtp: nn.Module | None = None,
+) -> CompileReport:
+    """Report what `torch.compile(model, backend="glm")` would replace in one step.
+
+    Neither the model nor what is compiled of it is touched.
+
+    Args:
+        model: GlmMoeDsaForCausalLM, compiled or not, on any device (`meta` too), or a GlmMoeDsaMtp.
+        batch_size: sequences.
+        query_len: tokens of the step.
+        cache_len: tokens that the cache holds before the step; ignored without a cache.
+        cache: `static`, `paged`, `dynamic`, or None for a forward without one. An MTP layer keeps
+            its rows in a paged cache, whatever is given here.
+        options: as for the backend. `strict` does not raise here: ask the report's `ok`.
+        mtp: an MTP layer to explain as well; its report is the `mtp` attribute of the model's.
+
+    Raises:
+        ValueError: a size below 1, an unknown cache, a model of another family.
+    """
+    model, mtp = _unwrap(model), _unwrap(mtp) if mtp is not None else None
+    checked = CompileOptions.from_dict(options)
+    _check_sizes(batch_size, query_len, cache_len, cache)
+    if _is_mtp(model):
+        return _explain_mtp(model, batch_size, query_len, cache_len, checked)
+    _check_family(model)
+    report = _explain_model(model, batch_size, query_len, cache_len, cache, checked)
+    if mtp is not None:
+        report.mtp = _explain_mtp(mtp, batch_size, query_len, cache_len, checked)
+    return report
+
+
+def _explain_model(
+    model: nn.Module,
+    batch_size: int,
+    query_len: int,
+    cache_len: int,
+    cache_kind: str | None,
+    options: CompileOptions,
+) -> CompileReport:
+    from glm_compile.model_facts import cache_argument
+
+    shapes = _on_meta(model)
+    with torch.no_grad(), torch.device("meta"):
+        cache = _make_cache(model, shapes, batch_size, query_len, cache_len, cache_kind, options)
+        ids = torch.zeros(batch_size, query_len, dtype=torch.int64)
+    kwargs: dict[str, Any] = {"use_cache": cache is not None}
+    if cache is not None:
+        kwargs[cache_argument()] = cache
+
+    def step(module: nn.Module, input_ids: torch.Tensor, kwargs: dict[str, Any]) -> Any:
+        return module(input_ids, **kwargs)
+
+    report = _trace(step, (shapes, ids, kwargs), options)
+    _add_weights(report, model)
+    return report
+
+
+def _explain_mtp(
+    mtp: Any, batch_size: int, query_len: int, cache_len: int, options: CompileOptions
+) -> CompileReport:
+    from glm_compile.cache import PagedCache
+
+    shapes: GlmMoeDsaMtp = _on_meta(mtp)
+    model = mtp._model
+    weight = model.lm_head.weight
+    with torch.no_grad(), torch.device("meta"):
+        cache = PagedCache(
+            model.config,
+            batch_size,
+            cache_len + query_len,
+            dtype=weight.dtype,
+            index_dtype=_index_dtype(options),
+            device="meta",
+            num_mtp_layers=1,
+        )
+        ids = torch.zeros(batch_size, query_len, dtype=torch.int64)
+        hidden = torch.zeros(batch_size, query_len, weight.shape[1], dtype=weight.dtype)
+
+    def step(
+        module: GlmMoeDsaMtp, ids: torch.Tensor, hidden: torch.Tensor, cache: PagedCache
+    ) -> Any:
+        offsets = torch.arange(ids.shape[1], device=ids.device)
+        positions = cache.lengths[:, None] + offsets
+        return module.extend(ids, hidden, positions, None, cache)
+
+    report = _trace(step, (shapes, ids, hidden, cache), options)
+    _add_weights(report, mtp)
+    return report
+
+
+class _Analysed(Exception):
+    """Ends a trace once the graph is analysed: nothing is to be run or kept of it."""
+
+
+def _trace(
+    step: Callable[..., Any], arguments: tuple[Any, ...], options: CompileOptions
+) -> CompileReport:
+    """Trace `step` with the backend's passes and return the report.
+
+    The traced function is one of this module, so that Dynamo's record of the model's own forward
+    (compiled graphs, sizes seen so far) stays as it was, and a failed compilation keeps nothing.
+    """
+    from torch._dynamo import config
+    from torch._dynamo.exc import BackendCompilerFailed
+
+    from glm_compile.pipeline import compile_graph
+
+    reports: list[CompileReport] = []
+
+    def backend(graph_module: torch.fx.GraphModule, example_inputs: list[Any]) -> Any:
+        _runner, report = compile_graph(graph_module, example_inputs, options, is_analysis=True)
+        reports.append(report)
+        raise _Analysed
+
+    compiled = torch.compile(step, backend=backend, fullgraph=True, dynamic=False)
+    try:
+        with torch.no_grad(), config.patch(suppress_errors=False, verbose=False):
+            compiled(*arguments)
+    except BackendCompilerFailed as error:
+        inner = error.inner_exception
+        if not isinstance(inner, _Analysed):
+            raise inner from None
+    (report,) = reports
+    report.inner = options.inner
+    return report
+
+
+def _make_cache(
+    model: nn.Module,
+    shapes: nn.Module,
+    batch_size: int,
+    query_len: int,
+    cache_len: int,
+    kind: str | None,
+    options: CompileOptions,
+) -> Any:
+    """A cache on `meta` that holds `cache_len` tokens, or None."""
+    from transformers import DynamicCache, StaticCache
+
+    from glm_compile.cache import PagedCache
+    from glm_compile.model_facts import cache_argument
+
+    config: Any = model.config
+    if kind is None:
+        return None
+    if kind == "paged":
+        return PagedCache(
+            config,
+            batch_size,
+            cache_len + query_len,
+            dtype=model.get_input_embeddings().weight.dtype,  # type: ignore[operator, union-attr]
+            index_dtype=_index_dtype(options),
+            device="meta",
+        )
+    if kind == "static":
+        cache: Any = StaticCache(config, max_cache_len=cache_len + query_len)
+        num_prefilled = 1  # makes its tensors, whose contents do not matter
+    else:
+        cache = DynamicCache(config=config)
+        num_prefilled = cache_len
+    if num_prefilled:
+        ids = torch.zeros(batch_size, num_prefilled, dtype=torch.int64)
+        body: Any = shapes.model
+        body(input_ids=ids, use_cache=True, **{cache_argument(): cache})
+    return cache
+
+
+def _on_meta(module: Any) -> Any:
+    """A copy of `module` with its hooks and without its weights."""
+    memo: dict[int, Any] = {}
+    for owner in {id(m): m for m in (module, getattr(module, "_model", module))}.values():
+        tensors = [*owner.parameters(), *owner.buffers()]
+        draft = owner.__dict__.get("_draft_layer")
+        if draft is not None:
+            tensors += [*draft.parameters(), *draft.buffers()]
+        for tensor in tensors:
+            if id(tensor) in memo:
+                continue
+            shape: torch.Tensor = torch.empty_like(tensor, device="meta")
+            if isinstance(tensor, nn.Parameter):
+                shape = nn.Parameter(shape, requires_grad=False)
+            memo[id(tensor)] = shape
+    copied = copy.deepcopy(module, memo)
+    copied.eval()
+    return copied
+
+
+def _add_weights(report: CompileReport, model: nn.Module) -> None:
+    """Add the weights that would be read apart, with the reasons; they are looked at, not moved."""
+    from glm_compile.weights import find_left_alone
+
+    if "merge_linears" in report.expected:
+        report.add_declined("merge_linears", find_left_alone(model))
+
+
+def _index_dtype(options: CompileOptions) -> torch.dtype | None:
+    return torch.float8_e4m3fn if options.indexer_dtype == "fp8" else None
+
+
+def _unwrap(model: Any) -> Any:
+    return getattr(model, "_orig_mod", model)
+
+
+def _is_mtp(model: nn.Module) -> bool:
+    return type(model).__name__ == "GlmMoeDsaMtp"
+
+
+def _check_family(model: Any) -> None:
+    family = getattr(getattr(model, "config", None), "model_type", None)
+    if family != "glm_moe_dsa" or not hasattr(model, "lm_head"):
+        raise ValueError(
+            "explain: expected a GlmMoeDsaForCausalLM (model_type 'glm_moe_dsa') or a GlmMoeDsaMtp,"
+            f" got {type(model).__name__} (model_type {family!r})"
+        )
+
+
+def _check_sizes(batch_size: int, query_len: int, cache_len: int, cache: str | None) -> None:
+    for name, value, least in (
+        ("batch_size", batch_size, 1),
+        ("query_len", query_len, 1),
+        ("cache_len", cache_len, 0),
+    ):
+        if isinstance(value, bool) or not isinstance(value, int) or value < least:
+            raise ValueError(f"explain: {name} must be an int of at least {least}, got {value!r}")
+    if cache not in CACHES:
+        known = ", ".join(repr(c) for c in CACHES)
+        raise ValueError(f"explain: cache must be one of {known}, got {cache!r}")
