@@ -20,6 +20,7 @@ from glm_compile.ops import (
     indexer_prologue,
     merged_linear,
     paged_cache,
+    topk,
 )
 
 __all__ = [
@@ -30,4 +31,5 @@ __all__ = [
     "indexer_prologue",
     "merged_linear",
     "paged_cache",
+    "topk",
 ]
