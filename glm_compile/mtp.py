@@ -20,7 +20,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -209,15 +209,23 @@ class GlmMoeDsaMtp(nn.Module):
     def _mask_dtype(self, hidden: torch.Tensor) -> torch.dtype:
         return mask_dtype(self.layer.self_attn.config, hidden.dtype)
 
-    def find_faults(self, shapes: Mapping[str, Sequence[int]]) -> list[str]:
+    def find_faults(
+        self, shapes: Mapping[str, Sequence[int]], *, unknown: Collection[str] = ()
+    ) -> list[str]:
         """What is wrong with a checkpoint of these names and shapes; empty if nothing is.
 
-        Names lack `model.layers.N.`.
+        Args:
+            shapes: by name without `model.layers.N.`.
+            unknown: names that exist and whose shapes cannot be read.
         """
-        expected = self._expected_shapes(is_merged=_GATE_UP in shapes)
+        expected = self._expected_shapes([*shapes, *unknown])
         size = self._model.config.vocab_size, self._model.config.hidden_size
         allowed = expected | {_EMBEDDING: size, _HEAD: size}
-        faults = [f"missing tensor {name}" for name in expected if name not in shapes]
+        faults = [
+            f"missing tensor {name}"
+            for name in expected
+            if name not in shapes and name not in unknown
+        ]
         for name, shape in shapes.items():
             if name not in allowed:
                 faults.append(f"unexpected tensor {name}")
@@ -250,7 +258,7 @@ class GlmMoeDsaMtp(nn.Module):
             self.to_empty(device=self._model.model.norm.weight.device)
         own = dict(self.named_parameters()) | dict(self.named_buffers())
         with torch.no_grad():
-            for name in self._expected_shapes(is_merged=_GATE_UP in tensors):
+            for name in self._expected_shapes(tensors):
                 _own_memory(own, name).copy_(tensors[name])
             self._adopt(tensors)
 
@@ -276,22 +284,37 @@ class GlmMoeDsaMtp(nn.Module):
             else:
                 self.shared_head.head = own
 
-    def _expected_shapes(self, *, is_merged: bool) -> dict[str, tuple[int, ...]]:
-        shapes: dict[str, tuple[int, ...]] = {}
-        for own, tensor in [*self.named_parameters(), *self.named_buffers()]:
-            name = own.removeprefix("layer.")
-            if name in (_EMBEDDING, _HEAD):
-                continue
-            if is_merged or name not in (_GATE_UP, _DOWN):
-                shapes[name] = tuple(tensor.shape)
-                continue
-            num_experts, rows, columns = tensor.shape
-            parts = {"gate_proj": rows // 2, "up_proj": rows // 2} if name == _GATE_UP else {}
-            parts = parts or {"down_proj": rows}
-            for expert in range(num_experts):
-                for part, part_rows in parts.items():
-                    shapes[f"mlp.experts.{expert}.{part}.weight"] = (part_rows, columns)
-        return shapes
+    def _expected_shapes(self, names: Collection[str]) -> dict[str, tuple[int, ...]]:
+        own = {
+            name.removeprefix("layer."): tuple(tensor.shape)
+            for name, tensor in [*self.named_parameters(), *self.named_buffers()]
+            if name not in (_EMBEDDING, _HEAD)
+        }
+        return checkpoint_shapes(own, names)
+
+
+def checkpoint_shapes(
+    shapes: Mapping[str, tuple[int, ...]], names: Collection[str]
+) -> dict[str, tuple[int, ...]]:
+    """Names and shapes that a checkpoint has for these parameters.
+
+    The release has one tensor per expert and projection where the module has merged ones; a merged
+    tensor that is among the checkpoint's `names` stays.
+    """
+    expected: dict[str, tuple[int, ...]] = {}
+    for name, shape in shapes.items():
+        merged = next((end for end in (_GATE_UP, _DOWN) if name.endswith(end)), None)
+        if merged is None or name in names:
+            expected[name] = shape
+            continue
+        prefix = name.removesuffix(merged)
+        num_experts, rows, columns = shape
+        parts = ("gate_proj", "up_proj") if merged == _GATE_UP else ("down_proj",)
+        for expert in range(num_experts):
+            for part in parts:
+                key = f"{prefix}mlp.experts.{expert}.{part}.weight"
+                expected[key] = (rows // len(parts), columns)
+    return expected
 
 
 def layer_config(config: GlmMoeDsaConfig, indexer_type: str) -> GlmMoeDsaConfig:

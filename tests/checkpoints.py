@@ -1,0 +1,103 @@
+"""Tiny checkpoints in the release's format: a tensor per expert, shards, an index, an MTP layer."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+
+import torch
+from safetensors.torch import save_file
+from transformers import GlmMoeDsaForCausalLM
+
+from glm_compile.mtp import GlmMoeDsaMtp
+
+Tensors = dict[str, torch.Tensor]
+
+INDEX = "model.safetensors.index.json"
+
+
+def random_mtp(model: GlmMoeDsaForCausalLM, *, seed: int = 1, std: float = 0.1) -> GlmMoeDsaMtp:
+    """MTP layer of `model` with random weights, in the model's dtype."""
+    torch.manual_seed(seed)
+    mtp = GlmMoeDsaMtp(model)
+    with torch.no_grad():
+        for name, parameter in mtp.named_parameters():
+            if parameter.dim() > 1:
+                parameter.normal_(0.0, std)
+            elif "norm" in name and name.endswith("weight"):
+                parameter.uniform_(0.5, 1.5)
+            elif name.endswith("bias"):
+                parameter.normal_(0.0, 0.1)
+        mtp.layer.mlp.gate.e_score_correction_bias.normal_(0.0, 0.05)
+    return mtp
+
+
+def release_tensors(model: GlmMoeDsaForCausalLM, mtp: GlmMoeDsaMtp | None = None) -> Tensors:
+    """Tensors by the names of the published files."""
+    tensors = dict(model.state_dict())
+    if mtp is not None:
+        prefix = f"model.layers.{model.config.num_hidden_layers}."
+        for name, tensor in mtp.state_dict().items():
+            tensors[prefix + name.removeprefix("layer.")] = tensor
+    split: Tensors = {}
+    for name, tensor in tensors.items():
+        prefix, is_expert, leaf = name.partition(".experts.")
+        if not is_expert:
+            split[name] = tensor.contiguous().clone()
+            continue
+        for expert, weight in enumerate(tensor):
+            parts = {"down_proj": weight}
+            if leaf == "gate_up_proj":
+                gate, up = weight.chunk(2)
+                parts = {"gate_proj": gate, "up_proj": up}
+            for part, part_weight in parts.items():
+                key = f"{prefix}.experts.{expert}.{part}.weight"
+                split[key] = part_weight.contiguous().clone()
+    return split
+
+
+def write_checkpoint(
+    path: Path,
+    model: GlmMoeDsaForCausalLM,
+    mtp: GlmMoeDsaMtp | None = None,
+    *,
+    num_shards: int = 3,
+    mtp_file: str | None = None,
+    edit: Callable[[Tensors], None] | None = None,
+    edit_config: Callable[[dict], None] | None = None,
+) -> Path:
+    """Write config.json, shards and index.
+
+    Args:
+        mtp_file: put the MTP layer into this file, which the index does not name.
+        edit: changes the tensors before they are written.
+        edit_config: changes config.json's contents.
+    """
+    path.mkdir(parents=True, exist_ok=True)
+    config = json.loads(model.config.to_json_string())
+    config["architectures"] = ["GlmMoeDsaForCausalLM"]
+    config["dtype"] = str(model.model.embed_tokens.weight.dtype).removeprefix("torch.")
+    if edit_config:
+        edit_config(config)
+    (path / "config.json").write_text(json.dumps(config), encoding="utf-8")
+    tensors = release_tensors(model, mtp)
+    if edit:
+        edit(tensors)
+    if mtp_file:
+        prefix = f"model.layers.{model.config.num_hidden_layers}."
+        apart = {name: tensors.pop(name) for name in list(tensors) if name.startswith(prefix)}
+        save_file(apart, path / mtp_file, metadata={"format": "pt"})
+    names = list(tensors)
+    weight_map = {}
+    for number in range(num_shards):
+        file = f"model-{number + 1:05d}-of-{num_shards:05d}.safetensors"
+        shard = {name: tensors[name] for name in names[number::num_shards]}
+        save_file(shard, path / file, metadata={"format": "pt"})
+        weight_map |= dict.fromkeys(shard, file)
+    index = {
+        "metadata": {"total_size": sum(tensor.nbytes for tensor in tensors.values())},
+        "weight_map": weight_map,
+    }
+    (path / INDEX).write_text(json.dumps(index), encoding="utf-8")
+    return path
