@@ -281,7 +281,8 @@ class _Job:
         result = prove_mask(graph_module, self.example_inputs)
         self.report.graphs.append(GraphDump("model", "mask", after, graph_text(graph_module)))
         self.report.matches["mask"] = result.num_matches
-        self.report.mask_route = getattr(result, "route", None) or "none"
+        self.report.mask_route = result.route
+        self.report.notes += result.notes
         self.report.add_declined("mask", [*marked.declined, *result.declined])
 
     def split(self, graph_module: fx.GraphModule) -> LayerKinds:
