@@ -2,7 +2,7 @@
 
 Scores become 32-bit keys that order as they do. Four rounds of 8 bits find the k-th largest key and
 how many keys equal to it belong to the selection; a last pass writes every key above it and the
-first of the equal ones at `(greater before it) + min(equal before it, equal wanted)`. No atomics and
+first of the equal ones at `greater before it + min(equal before it, equal wanted)`. No atomics and
 no sort: the result depends on nothing but the scores.
 
 A row is ranked by one program in one launch, or by several slices in five: a histogram launch a
@@ -195,8 +195,8 @@ def topk_row_kernel(
         stop,
         prefix ^ _SIGN,
         num_wanted,
-        0,
-        0,
+        tl.full([], 0, tl.int32),
+        tl.full([], 0, tl.int32),
         selected_row,
         table_row,
         stride_page,
