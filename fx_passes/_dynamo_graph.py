@@ -206,17 +206,20 @@ def is_one(size: Any) -> bool:
     return isinstance(size, int) and size == 1
 
 
-def insert_call(graph: fx.Graph, target: Any, args: tuple[Any, ...], like: fx.Node) -> fx.Node:
-    """Call `target` at the graph's insertion point, with the module stack of `like`.
+def insert_call(
+    graph: fx.Graph, target: Any, args: tuple[Any, ...], like: fx.Node | None, **kwargs: Any
+) -> fx.Node:
+    """Call `target` at the graph's insertion point, with the module stack of `like` (None: no
+    module).
 
     The example value is made from the arguments' own, in Dynamo's fake mode.
     """
     if isinstance(target, str):
-        node = graph.call_method(target, args)
+        node = graph.call_method(target, args, kwargs)
     else:
-        node = graph.call_function(target, args)
+        node = graph.call_function(target, args, kwargs)
     for key in ("nn_module_stack", "stack_trace"):
-        if key in like.meta:
+        if like is not None and key in like.meta:
             node.meta[key] = like.meta[key]
     values = fx.node.map_arg(args, example_value)
     modes: list[Any] = []
@@ -226,7 +229,7 @@ def insert_call(graph: fx.Graph, target: Any, args: tuple[Any, ...], like: fx.No
     if modes[0] is None:
         return node
     with modes[0]:
-        node.meta["example_value"] = call(*values)
+        node.meta["example_value"] = call(*values, **kwargs)
     return node
 
 

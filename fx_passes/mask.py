@@ -1,0 +1,754 @@
+"""Find out what a model's attention mask means, and hand the meaning to the ops. Exact tier.
+
+Targets the mask that `create_causal_mask` (transformers/masking_utils.py, 5.20 and 5.24) builds
+once in the head of the graph, or that the caller gives, and its users in
+models/glm_moe_dsa/modeling_glm_moe_dsa.py:
+
+    GlmMoeDsaIndexer    scores.masked_fill(~mask, -inf) or scores + mask -> topk -> int32
+                        -> glm.masked_topk(scores, lengths, starts, key_mask, k)
+    GlmMoeDsaAttention  mask & ~scatter(ones, topk, False), or masked_fill with the minimum
+                        -> glm.attention
+                        -> glm.indexed_attention(q, k, v, topk, lengths, starts, key_mask)
+
+A key p of query token s is valid iff starts[b, s] <= p < lengths[b, s] and key_mask[b, s, p].
+Routes:
+
+    proven  the mask's nodes are evaluated in the algebra of `index_algebra` and read off as
+    lengths,
+            starts and key masks of the inputs; the mask itself dies
+    bounds  any other bool mask: lengths are bounds taken from its data, and it is the key mask
+    kept    a float mask of which it cannot be shown that it is 0 or the minimum everywhere
+
+Lengths are made where the mask was, because a cache advances the counters that they come from
+inside the layers. Consumers of a mask that is kept, and consumers that are declined themselves,
+keep their nodes and stay right.
+"""
+
+from __future__ import annotations
+
+import math
+import operator
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import fx
+
+import glm_compile.ops  # noqa: F401  (registers the ops)
+from glm_compile.fx_passes._dynamo_graph import (
+    WriteLog,
+    argument,
+    eliminate_dead_code,
+    example_value,
+    insert_call,
+    is_one,
+    op_name,
+    shape_of,
+    source_name,
+    storage_key,
+)
+from glm_compile.fx_passes.base import Declined, No, PassResult, module_path
+from glm_compile.fx_passes.index_algebra import (
+    TRUE,
+    Bool,
+    Entry,
+    Evaluator,
+    Leaf,
+    Lin,
+    Opaque,
+    Two,
+    is_mask_pair,
+)
+
+PROVEN, BOUNDS, KEPT, NONE = "proven", "bounds", "kept", "none"
+
+
+@dataclass
+class MaskResult(PassResult):
+    """Outcome of `prove_mask`: `num_matches` counts the attention calls and indexers rewritten.
+
+    Attributes:
+        route: `proven`, `bounds` or `kept`, the worst over the graph's masks; `none` without one.
+        notes: for each mask that was not proven, why.
+        num_attention: attention calls rewritten.
+        num_indexers: indexers rewritten.
+    """
+
+    route: str = NONE
+    notes: list[str] = field(default_factory=list)
+    num_attention: int = 0
+    num_indexers: int = 0
+
+
+@dataclass(frozen=True)
+class Bounds:
+    """Nodes that stand for a mask: lengths and starts int32 [B, S], key_mask bool, rank 3."""
+
+    lengths: fx.Node
+    starts: fx.Node | None
+    key_mask: fx.Node | None
+
+
+def prove_mask(
+    graph_module: fx.GraphModule, example_inputs: Sequence[Any] | None = None
+) -> MaskResult:
+    """Replace masked top-k and masked attention by ops that take bounds, in place.
+
+    Run `mark_attention` first. `example_inputs` is not needed: Dynamo's graphs carry their values.
+    """
+    return _Prover(graph_module).run()
+
+
+@dataclass
+class _Consumer:
+    """A user of a mask that is to be replaced."""
+
+    node: fx.Node
+    where: str
+    base: fx.Node
+    selection: fx.Node
+    scores: fx.Node | None
+    batch: Any
+    queries: Any
+
+
+@dataclass
+class _Reading:
+    """A mask as conditions: p < lengths, p >= starts, key masks."""
+
+    lengths: list[Lin] = field(default_factory=list)
+    starts: list[Lin] = field(default_factory=list)
+    masks: list[tuple[Leaf, bool]] = field(default_factory=list)
+
+
+class _Prover:
+    def __init__(self, graph_module: fx.GraphModule) -> None:
+        self.graph_module = graph_module
+        self.graph = graph_module.graph
+        self.writes = WriteLog(self.graph)
+        self.evaluator = Evaluator()
+        self.result = MaskResult("mask")
+        self.first_call = next(n for n in self.graph.nodes if n.op != "placeholder")
+
+    def run(self) -> MaskResult:
+        attention, indexers = self._find()
+        groups: dict[tuple[fx.Node, str, str], list[_Consumer]] = {}
+        for consumer in (*attention, *indexers):
+            key = (consumer.base, str(consumer.batch), str(consumer.queries))
+            groups.setdefault(key, []).append(consumer)
+        bounds: dict[int, Bounds] = {}
+        for group in groups.values():
+            try:
+                found = self._bounds(group)
+            except No as no:
+                self._set_route(KEPT, str(no))
+                self.result.declined.extend(Declined(c.where, str(no)) for c in group)
+                continue
+            bounds.update({id(consumer): found for consumer in group})
+        for consumer in attention:
+            if id(consumer) in bounds:
+                self._replace_attention(consumer, bounds[id(consumer)])
+        eliminate_dead_code(self.graph)
+        for consumer in indexers:
+            if id(consumer) in bounds:
+                self._replace_indexer(consumer, bounds[id(consumer)])
+        if self.result.num_matches:
+            eliminate_dead_code(self.graph)
+            self.graph.lint()
+            self.graph_module.recompile()
+        return self.result
+
+    def _set_route(self, route: str, note: str | None = None) -> None:
+        order = (NONE, PROVEN, BOUNDS, KEPT)
+        self.result.route = max(self.result.route, route, key=order.index)
+        if note is not None and note not in self.result.notes:
+            self.result.notes.append(note)
+
+    # --- consumers -----------------------------------------------------------------------------
+
+    def _find(self) -> tuple[list[_Consumer], list[_Consumer]]:
+        attention: list[_Consumer] = []
+        indexers: list[_Consumer] = []
+        for node in self.graph.nodes:
+            found, match = attention, self._match_attention
+            if node.target is not torch.ops.glm.attention.default:
+                if not _is_indexer_topk(node):
+                    continue
+                found, match = indexers, self._match_indexer
+            try:
+                found.append(match(node))
+            except No as no:
+                self._set_route(KEPT)
+                self.result.declined.append(Declined(module_path(node) or node.name, str(no)))
+        return attention, indexers
+
+    def _match_attention(self, node: fx.Node) -> _Consumer:
+        q, _k, _v, mask, _scale, eager = node.args
+        if not isinstance(mask, fx.Node) or not isinstance(q, fx.Node):
+            raise No("attention without a mask")
+        if eager and _dtype(mask) == torch.bool:
+            raise No(
+                "a bool mask with eager attention is added as 0 and 1 by transformers: give a mask "
+                "of the model's dtype (0 or the minimum), or use sdpa"
+            )
+        base, selection = _split_selection(self.evaluator, mask)
+        order = self.writes.order
+        if writer := self.writes.writer_between(selection, order[selection], order[node]):
+            raise No(f"{selection} is written in place by {op_name(writer)}")
+        batch, _heads, queries, _dim = shape_of(q) or (None,) * 4
+        return _Consumer(
+            node, module_path(node) or node.name, base, selection, None, batch, queries
+        )
+
+    def _match_indexer(self, node: fx.Node) -> _Consumer:
+        masked = node.args[0]
+        assert isinstance(masked, fx.Node)
+        if argument(node, 2, "dim", -1) not in (-1, 2):
+            raise No(f"top-k over axis {argument(node, 2, 'dim')} instead of the keys")
+        if argument(node, 3, "largest", True) is not True:
+            raise No("top-k of the smallest scores")
+        scores, mask = _split_scores(self.evaluator, masked)
+        base = _first_head(mask)
+        batch, queries, _keys = shape_of(node.args[0]) or (None,) * 3
+        return _Consumer(node, module_path(node) or node.name, base, node, scores, batch, queries)
+
+    # --- bounds --------------------------------------------------------------------------------
+
+    def _bounds(self, group: list[_Consumer]) -> Bounds:
+        """Bounds for one mask and the consumers that share it; `No` if it has to be kept."""
+        base = group[0].base
+        uses = [self.writes.order[consumer.node] for consumer in group]
+        value = self.evaluator.value(base)
+        if isinstance(value, Opaque):
+            raise No(_opaque_float(value.node))
+        if isinstance(value, Two):
+            if not is_mask_pair(value, _dtype(base) or torch.float32):
+                raise No(
+                    f"where(mask, a, b): not 0 / minimum but {value.yes:g} / {value.no:g} "
+                    f"({_readable(base)})"
+                )
+            condition = value.cond
+        elif isinstance(value, Bool):
+            condition = value
+        else:
+            raise No(f"{_readable(base)} is a mask of {_dtype(base)}: expected bool or float")
+
+        try:
+            reading = _read_off(condition, len(shape_of(base) or ()))
+            self._check_fresh(base, reading, max(uses))
+        except No as no:
+            built = self._build_bounds(group[0], uses, isinstance(value, Two))
+            self._set_route(BOUNDS, str(no))
+            return built
+        self._set_route(PROVEN)
+        return self._build_proven(group[0], reading)
+
+    def _check_fresh(self, base: fx.Node, reading: _Reading, last_use: int) -> None:
+        """Nobody writes the mask, or what it was made of, between the read and the use."""
+        order, writes = self.writes.order, self.writes
+        if writer := writes.writer_between(base, order[base], last_use):
+            raise No(f"{base} is written in place by {op_name(writer)}")
+        leaves = [
+            leaf[0] for lin in (*reading.lengths, *reading.starts) for leaf, _factor in lin.leaves
+        ]
+        leaves += [leaf[0] for leaf, _positive in reading.masks]
+        memory = {storage_key(leaf) for leaf in leaves}
+        used = self.evaluator.used(base)
+        for node in used:
+            first = order[node]
+            key = storage_key(node)
+            if key in memory:
+                readers = [
+                    order[user] for user in node.users if user in used and storage_key(user) != key
+                ]
+                first = min(readers, default=order[base])
+            if writer := writes.writer_between(node, first, order[base]):
+                raise No(f"{node} is written in place by {op_name(writer)}")
+
+    def _build_proven(self, consumer: _Consumer, reading: _Reading) -> Bounds:
+        base = consumer.base
+        builder = _Builder(self, base, self._place_after(base))
+        rank = len(shape_of(base) or ())
+        to_rows = {rank - 2: 1} if rank == 2 else {0: 0, rank - 2: 1}
+        sizes = (consumer.batch, consumer.queries)
+        lengths = builder.rows(reading.lengths, torch.minimum, to_rows, sizes)
+        starts = None
+        if reading.starts:
+            starts = builder.rows(reading.starts, torch.maximum, to_rows, sizes)
+        masks = []
+        for (node, entries), positive in reading.masks:
+            mask = builder.read(node, entries, {**to_rows, rank - 1: 2}, 3, (*sizes, None))
+            if not positive:
+                mask = builder.call(torch.logical_not, mask)
+            elif self.writes.writer_between(node, self.writes.order[base], len(self.writes.order)):
+                mask = builder.call("clone", mask)
+            masks.append(mask)
+        key_mask = None
+        for mask in masks:
+            key_mask = mask if key_mask is None else builder.call(operator.and_, key_mask, mask)
+        return Bounds(lengths, starts, key_mask)
+
+    def _build_bounds(self, consumer: _Consumer, uses: list[int], is_float: bool) -> Bounds:
+        """Lengths from the mask's data; the mask itself is the key mask."""
+        base, order = consumer.base, self.writes.order
+        rank = len(shape_of(base) or ())
+        if rank == 4 and not is_one((shape_of(base) or ())[1]):
+            raise No(f"{_readable(base)} differs between heads")
+        if writer := self.writes.writer_between(base, min(uses), max(uses)):
+            raise No(f"{base} is written in place by {op_name(writer)} between its uses")
+        place = self._place_after(base)
+        key = storage_key(base)
+        for node in self.graph.nodes:
+            if node in order and order[base] < order[node] < min(uses):
+                written = self.writes.writer_between(base, order[node] - 1, order[node] + 1)
+                if written is node and key is not None:
+                    place = node.next
+        builder = _Builder(self, base, place)
+        mask = base
+        if is_float:
+            mask = _condition(base) or builder.call(torch.eq, base, 0)
+        if rank == 4:
+            mask = builder.call("select", mask, 1, 0)
+        elif rank == 2:
+            mask = builder.call("unsqueeze", mask, 0)
+        num_keys = (shape_of(mask) or ())[-1]
+        if not isinstance(num_keys, int):
+            num_keys = builder.call("size", mask, 2)
+            end = builder.call(operator.add, num_keys, 1)
+        else:
+            end = num_keys + 1
+        device = example_value(base).device
+        positions = builder.call(torch.arange, 1, end, dtype=torch.int32, device=device)
+        last = builder.call(torch.amax, builder.call(torch.mul, mask, positions), -1)
+        lengths = builder.expand(last, (consumer.batch, consumer.queries))
+        if self.writes.writer_between(base, max(uses), len(order)):
+            mask = builder.call("clone", mask)
+        return Bounds(lengths, None, mask)
+
+    def _place_after(self, node: fx.Node) -> fx.Node:
+        return self.first_call if node.op == "placeholder" else node.next
+
+    # --- replacement ---------------------------------------------------------------------------
+
+    def _replace_attention(self, consumer: _Consumer, bounds: Bounds) -> None:
+        node = consumer.node
+        q, k, v, _mask, scale, eager = node.args
+        with self.graph.inserting_before(node):
+            call = insert_call(
+                self.graph,
+                torch.ops.glm.indexed_attention.default,
+                (
+                    *(q, k, v, consumer.selection),
+                    *(bounds.lengths, bounds.starts, bounds.key_mask),
+                    *(scale, eager),
+                ),
+                node,
+            )
+        node.replace_all_uses_with(call)
+        self.graph.erase_node(node)
+        self.result.num_attention += 1
+        self._count(consumer)
+
+    def _replace_indexer(self, consumer: _Consumer, bounds: Bounds) -> None:
+        topk = consumer.node
+        try:
+            k = _constant_k(argument(topk, 1, "k"))
+        except No as no:
+            self.result.declined.append(Declined(consumer.where, str(no)))
+            return
+        indices = list(topk.users)
+        outputs = [
+            user
+            for index in indices
+            for user in ([u for u in index.users if _is_int32_cast(u)] or [])
+        ]
+        pad_valid = any(
+            not _takes_short_rows(user, node)
+            for node in (*indices, *outputs)
+            for user in node.users
+            if user not in outputs
+        )
+        like = outputs[0] if outputs else indices[0]
+        with self.graph.inserting_before(topk):
+            call = insert_call(
+                self.graph,
+                torch.ops.glm.masked_topk.default,
+                (
+                    *(consumer.scores, bounds.lengths, bounds.starts, bounds.key_mask),
+                    *(k, pad_valid),
+                ),
+                like,
+            )
+        for output in outputs:
+            output.replace_all_uses_with(call)
+            self.graph.erase_node(output)
+        for index in indices:
+            if index.users:
+                with self.graph.inserting_before(index):
+                    wide = insert_call(self.graph, "to", (call, torch.int64), like)
+                index.replace_all_uses_with(wide)
+            self.graph.erase_node(index)
+        self.graph.erase_node(topk)
+        self.result.num_indexers += 1
+        self._count(consumer)
+
+    def _count(self, consumer: _Consumer) -> None:
+        self.result.num_matches += 1
+        self.result.matched.append(consumer.where)
+
+
+class _Builder:
+    """Inserts the nodes that make bounds, before one place, with one module stack."""
+
+    def __init__(self, prover: _Prover, base: fx.Node, place: fx.Node) -> None:
+        self.graph = prover.graph
+        self.base = base
+        self.place = place
+        # A mask that is an input belongs to the head, whatever layer reads it first.
+        self.like = None if base.op == "placeholder" else base
+
+    def call(self, target: Any, *args: Any, **kwargs: Any) -> fx.Node:
+        with self.graph.inserting_before(self.place):
+            return insert_call(self.graph, target, args, self.like, **kwargs)
+
+    def size(self, size: Any, axis: int) -> Any:
+        """An int, or a node that holds a symbolic size."""
+        if isinstance(size, int):
+            return size
+        for node in self.graph.nodes:
+            if node is self.place:
+                break
+            value = example_value(node)
+            if isinstance(value, torch.SymInt) and value.node.expr == size.node.expr:
+                return node
+        return self.call("size", self.base, axis)
+
+    def expand(self, rows: fx.Node, sizes: tuple[Any, Any]) -> fx.Node:
+        """int32 [B, S], contiguous, in memory of its own."""
+        rank = len(shape_of(self.base) or ())
+        batch, queries = self.size(sizes[0], 0), self.size(sizes[1], rank - 2)
+        wide = self.call("expand", rows, batch, queries)
+        return self.call("contiguous", self.call("to", wide, torch.int32))
+
+    def rows(
+        self, forms: list[Lin], combine: Any, axes: dict[int, int], sizes: tuple[Any, Any]
+    ) -> fx.Node:
+        """Values of linear forms over (batch, query), combined, as int32 [B, S]."""
+        result = None
+        for form in forms:
+            value = self._evaluate(form, axes, sizes)
+            result = value if result is None else self.call(combine, result, value)
+        assert result is not None
+        return self.expand(result, sizes)
+
+    def _evaluate(self, form: Lin, axes: dict[int, int], sizes: tuple[Any, Any]) -> fx.Node:
+        device = example_value(self.base).device
+        rank = len(shape_of(self.base) or ())
+        # Row numbers come first, so that the sum is a tensor even if everything else is a number.
+        total: fx.Node | None = None
+        for axis, factor in form.axes:
+            target = axes[axis]
+            size = self.size(sizes[target], 0 if target == 0 else rank - 2)
+            row = self.call(torch.arange, size, dtype=torch.int64, device=device)
+            row = self.call("unsqueeze", row, 1 - target)
+            if factor != 1:
+                row = self.call(torch.mul, row, factor)
+            total = row if total is None else self.call(torch.add, total, row)
+        if total is None:
+            total = self.call(torch.zeros, (1, 1), dtype=torch.int64, device=device)
+        for (leaf, entries), factor in form.leaves:
+            value = self.read(leaf, entries, axes, 2, sizes)
+            if factor != 1:
+                value = self.call(operator.mul, value, factor)
+            total = self.call(torch.add, total, value)
+        return self.call(torch.add, total, form.const) if form.const else total
+
+    def read(
+        self,
+        leaf: fx.Node,
+        entries: tuple[Entry, ...],
+        axes: dict[int, int],
+        rank: int,
+        sizes: tuple[Any, ...],
+    ) -> fx.Node:
+        """`leaf[entries]` as a tensor of `rank` axes that broadcasts; axis a goes to axes[a]."""
+        if not entries:
+            return leaf
+        shape = shape_of(leaf) or ()
+        node = leaf
+        targets: list[int] = []
+        for dim in reversed(range(len(entries))):
+            entry = entries[dim]
+            if entry.axis is None:
+                node = self.call("select", node, dim, entry.offset)
+                continue
+            target = axes[entry.axis]
+            size = sizes[target]
+            if size is not None and (entry.offset or str(size) != str(shape[dim])):
+                # A leaf may be longer than what is read of it.
+                length = self.size(size, 0 if target == 0 else len(shape_of(self.base) or ()) - 2)
+                node = self.call("narrow", node, dim, entry.offset, length)
+            targets.insert(0, target)
+        if len(set(targets)) != len(targets):
+            raise No(f"{leaf} is read along a diagonal")
+        if targets != sorted(targets):
+            node = self.call("permute", node, [targets.index(t) for t in sorted(targets)])
+        for target in range(rank):
+            if target not in targets:
+                node = self.call("unsqueeze", node, target)
+        return node
+
+
+# --- reading masks -----------------------------------------------------------------------------
+
+
+def _read_off(condition: Bool, rank: int) -> _Reading:
+    """Lengths, starts and key masks of a condition over [batch, head, query, key]."""
+    if condition.is_false:
+        raise No("the mask is empty")
+    if rank not in (2, 3, 4):
+        raise No(f"a mask of {rank} axes")
+    key, query = rank - 1, rank - 2
+    reading = _Reading()
+    problems: list[str] = []
+    window: Lin | None = None
+    for atom in condition.atoms:
+        if rank == 4 and _moves_along(atom.lin, atom.leaf, 1):
+            problems.append("the mask differs between heads")
+        elif atom.kind == "leaf":
+            assert atom.leaf is not None
+            node, entries = atom.leaf
+            along_key = [entry for entry in entries if entry.axis == key]
+            if any(entry.offset for entry in along_key):
+                problems.append("key mask is read at an offset")
+            elif along_key and any(entry.axis == query for entry in entries):
+                problems.append(_opaque_mask(node))
+            else:
+                reading.masks.append((atom.leaf, atom.positive))
+        elif atom.kind == "eq":
+            problems.append(_equality(atom.lin))
+        elif leaves := atom.lin.leaves_along(key):
+            problems.append(_key_side(leaves[0][0]))
+        else:
+            factor, rest = atom.lin.factor(key), atom.lin.without(key)
+            moves = rest.factor(query) or rest.leaves_along(query)
+            if factor == -1:
+                reading.lengths.append(rest + Lin(1))
+            elif factor == 1 and not moves:
+                reading.starts.append(rest * -1)
+            elif factor == 1:
+                window = rest * -1
+                problems.append("lower bound moves with the query")
+            elif factor == 0:
+                problems.append("a condition on the query alone")
+            else:
+                problems.append(f"key side depends on mul (by {abs(factor)})")
+    if window is not None and len(reading.lengths) == 1:
+        width = reading.lengths[0] - window
+        if width.is_const:
+            at = problems.index("lower bound moves with the query")
+            problems[at] = f"sliding window ({width.const} keys): {problems[at]}"
+    if problems:
+        raise No(problems[0])
+    if not reading.lengths:
+        raise No("nothing bounds the key position by the query")
+    return reading
+
+
+def _moves_along(lin: Lin, leaf: Leaf | None, axis: int) -> bool:
+    own = leaf is not None and any(entry.axis == axis for entry in leaf[1])
+    return bool(own or lin.factor(axis) or lin.leaves_along(axis))
+
+
+def _key_side(leaf: fx.Node) -> str:
+    if leaf.op == "placeholder":
+        return f"packed sequences: {_readable(leaf)} is an input, its steps are unknown"
+    return f"key side depends on {op_name(leaf)}"
+
+
+def _equality(lin: Lin) -> str:
+    for (leaf, _entries), _factor in lin.leaves:
+        source = leaf
+        while source.op != "placeholder" and op_name(source) in ("cumsum", "ne", "diff"):
+            if not isinstance(source.args[0], fx.Node):
+                break
+            source = source.args[0]
+        while op_name(source) in ("expand", "to", "long", "view") and source.op != "placeholder":
+            source = source.args[0]  # type: ignore[assignment]
+        if source.op == "placeholder" and op_name(leaf) == "cumsum":
+            return f"packed sequences: {_readable(source)} is an input, its steps are unknown"
+    return "equality of per-token ids (packed sequences, chunks)"
+
+
+def _opaque_mask(node: fx.Node) -> str:
+    shape = tuple(shape_of(node) or ())
+    made_by = f"placeholder {_readable(node)}" if node.op == "placeholder" else op_name(node)
+    return f"opaque mask {shape} from {made_by}"
+
+
+def _opaque_float(node: fx.Node) -> str:
+    if node.op == "placeholder":
+        return (
+            f"additive mask from an input ({_readable(node)}): values unknown, may hold biases; "
+            "give a bool mask, or build it with glm_compile.ops.causal_mask inside the compiled "
+            "function"
+        )
+    return f"additive mask made by {op_name(node)} ({node}): values unknown, may hold biases"
+
+
+def _readable(node: fx.Node) -> str:
+    """Name of an input as the user wrote it, else the node's name."""
+    source = source_name(node)
+    if source is None:
+        return node.name
+    return (
+        source.replace("']", "").replace("'", "").replace('"', "").rsplit("[", 1)[-1].split(".")[-1]
+    )
+
+
+# --- recognising consumers -----------------------------------------------------------------------
+
+
+def _dtype(node: fx.Node) -> torch.dtype | None:
+    value = example_value(node)
+    return value.dtype if isinstance(value, torch.Tensor) else None
+
+
+def _is_indexer_topk(node: fx.Node) -> bool:
+    """Top-k over [B, S, T] of which only the indices are used; the router's differ in both."""
+    if op_name(node) != "topk" or not node.args or not isinstance(node.args[0], fx.Node):
+        return False
+    if len(shape_of(node.args[0]) or ()) != 3 or not node.users:
+        return False
+    return all(op_name(user) == "getitem" and user.args[1] == 1 for user in node.users)
+
+
+def _split_selection(evaluator: Evaluator, mask: fx.Node) -> tuple[fx.Node, fx.Node]:
+    """(mask of the model, selected positions) of an attention call's mask."""
+    name = op_name(mask)
+    if name in ("and_", "logical_and", "bitwise_and", "mul"):
+        for base, other in (mask.args[:2], mask.args[1::-1]):
+            if isinstance(base, fx.Node) and isinstance(other, fx.Node):
+                selection = _selected(evaluator, other, True)
+                if selection is not None:
+                    return base, selection
+    elif name == "masked_fill":
+        base, other, fill = mask.args[0], mask.args[1], argument(mask, 2, "value")
+        if isinstance(base, fx.Node) and isinstance(other, fx.Node):
+            selection = _selected(evaluator, other, False)
+            minimum = torch.finfo(_dtype(base) or torch.float32).min
+            if selection is not None and isinstance(fill, float) and fill <= minimum:
+                return base, selection
+    raise No("the attention mask is not a mask combined with selected positions")
+
+
+def _selected(evaluator: Evaluator, node: fx.Node, positive: bool) -> fx.Node | None:
+    """Positions that `node` marks with `positive` and all others with the opposite, or None."""
+    while True:
+        name = op_name(node)
+        if name in ("invert", "logical_not", "bitwise_not"):
+            positive = not positive
+        elif name != "unsqueeze" or node.args[1:] != (1,):
+            break
+        if not isinstance(node.args[0], fx.Node):
+            return None
+        node = node.args[0]
+    if name != "scatter" or len(shape_of(node) or ()) != 3:
+        return None
+    source, dim, index, fill = (
+        argument(node, i, key) for i, key in enumerate(("input", "dim", "index", "value"))
+    )
+    if dim not in (-1, 2) or fill is not positive or not isinstance(source, fx.Node):
+        return None
+    background = evaluator.value(source)
+    if not isinstance(background, Bool) or (background == TRUE) == positive:
+        return None
+    if not (background == TRUE or background.is_false):
+        return None
+    while isinstance(index, fx.Node) and op_name(index) in ("long", "to"):
+        index = index.args[0]
+    return index if isinstance(index, fx.Node) else None
+
+
+def _split_scores(evaluator: Evaluator, masked: fx.Node) -> tuple[fx.Node, fx.Node]:
+    """(raw scores, mask) of the input of an indexer's top-k."""
+    name = op_name(masked)
+    if name == "masked_fill":
+        scores, mask, fill = masked.args[0], masked.args[1], argument(masked, 2, "value")
+        if isinstance(mask, fx.Node) and op_name(mask) in ("invert", "logical_not", "bitwise_not"):
+            mask = mask.args[0]
+            if isinstance(scores, fx.Node) and isinstance(mask, fx.Node) and _is_lowest(fill):
+                return scores, mask
+        raise No("the scores are not filled with -inf where the mask is false")
+    if name == "where" and masked.op == "call_function" and _is_lowest(masked.args[2]):
+        mask, scores = masked.args[:2]
+        if isinstance(scores, fx.Node) and isinstance(mask, fx.Node):
+            return scores, mask
+    if name == "add":
+        scores, mask = masked.args[:2]
+        if isinstance(scores, fx.Node) and isinstance(mask, fx.Node):
+            if isinstance(evaluator.value(scores), Two):
+                scores, mask = mask, scores
+            return scores, mask
+    raise No(f"the indexer's scores go into top-k without a mask (made by {name})")
+
+
+def _is_lowest(fill: Any) -> bool:
+    return isinstance(fill, float) and fill <= torch.finfo(torch.float32).min
+
+
+def _first_head(mask: fx.Node) -> fx.Node:
+    """[B, 1, S, T] of a mask that the indexer reads as [B, S, T]."""
+    source = mask.args[0] if mask.args else None
+    if not isinstance(source, fx.Node) or len(shape_of(source) or ()) != 4:
+        return mask
+    if not is_one((shape_of(source) or ())[1]):
+        return mask
+    name = op_name(mask)
+    if name == "getitem":
+        index = mask.args[1]
+        full = slice(None)
+        if (
+            isinstance(index, tuple)
+            and index[:2] == (full, 0)
+            and all(i == full for i in index[2:])
+        ):
+            return source
+    if name in ("select", "squeeze") and mask.args[1:] in ((1, 0), (1,)):
+        return source
+    return mask
+
+
+def _condition(mask: fx.Node) -> fx.Node | None:
+    """The bool tensor that a float mask was made of, if it has the same shape."""
+    if op_name(mask) == "where" and mask.op == "call_function":
+        cond = mask.args[0]
+        if isinstance(cond, fx.Node) and str(shape_of(cond)) == str(shape_of(mask)):
+            return cond
+    return None
+
+
+def _is_int32_cast(node: fx.Node) -> bool:
+    return op_name(node) in ("to", "int", "type") and _dtype(node) == torch.int32
+
+
+def _takes_short_rows(user: fx.Node, selection: fx.Node) -> bool:
+    """Whether a user of a selection understands -1 as no position."""
+    return (
+        user.target is torch.ops.glm.indexed_attention.default and user.args.index(selection) == 3
+    )
+
+
+def _constant_k(k: Any) -> int:
+    """`k` as an int; a symbolic one is bounded by index_topk, which is all that matters."""
+    if isinstance(k, int):
+        return k
+    value = example_value(k) if isinstance(k, fx.Node) else k
+    if isinstance(value, int):
+        return value
+    if isinstance(value, torch.SymInt):
+        upper = value.node.shape_env.bound_sympy(value.node.expr).upper
+        if upper.is_finite and upper < math.inf:
+            return int(upper)
+    raise No(f"the number of selected keys is not constant: {k}")
