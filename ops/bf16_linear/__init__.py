@@ -6,6 +6,7 @@ Shape legend: M rows, K in features, N out features.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 
@@ -74,7 +75,35 @@ def bf16_linear(
     return _bf16_linear_op(x_MK, weight_NK, bias_N, residual, deterministic, backend or "")
 
 
-_BACKENDS = (_dispatch.Backend("reference", _dispatch.always, bf16_linear_reference),)
+# More rows than this are a job for the library's tiles, which reuse a weight once it is read.
+_MAX_FEW_ROWS = 16
+
+
+def _why_not_triton(
+    x: torch.Tensor,
+    weight_NK: torch.Tensor,
+    bias: torch.Tensor | None,
+    residual: torch.Tensor | None,
+    deterministic: bool,
+) -> str | None:
+    for tensor in (x, weight_NK, bias, residual):
+        if tensor is not None and tensor.dtype != torch.bfloat16:
+            return f"the kernel takes bfloat16, got {tensor.dtype}"
+    if weight_NK.shape[1] == 0:
+        return "there are no in features"
+    return _dispatch.why_no_triton(x, weight_NK, bias, residual)
+
+
+def _run_triton(*args: Any) -> torch.Tensor:
+    from glm_compile.ops.bf16_linear.triton_kernel import bf16_linear_triton
+
+    return bf16_linear_triton(*args)
+
+
+_TRITON = _dispatch.Backend("triton", _why_not_triton, _run_triton)
+_REFERENCE = _dispatch.Backend("reference", _dispatch.always, bf16_linear_reference)
+_FEW_ROWS = (_TRITON, _REFERENCE)
+_MANY_ROWS = (_REFERENCE, _TRITON)
 
 
 def run_bf16_linear(
@@ -85,9 +114,14 @@ def run_bf16_linear(
     deterministic: bool,
     backend: str,
 ) -> torch.Tensor:
-    """Choose a backend and run it. The registered op; `merged_linear` calls it from within."""
+    """Choose a backend and run it. The registered op; `merged_linear` calls it from within.
+
+    Rows that must not depend on their number take one kernel whatever that number is.
+    """
+    num_rows = x.numel() // max(1, x.shape[-1])
+    backends = _FEW_ROWS if deterministic or num_rows <= _MAX_FEW_ROWS else _MANY_ROWS
     return _dispatch.run(
-        "bf16_linear", _BACKENDS, backend, x, weight_NK, bias, residual, deterministic
+        "bf16_linear", backends, backend, x, weight_NK, bias, residual, deterministic
     )
 
 

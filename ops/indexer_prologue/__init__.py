@@ -8,6 +8,8 @@ Shape legend: B batch, S tokens of the step, H index heads, D index head dim, P 
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 
 from glm_compile.ops import _dispatch
@@ -165,8 +167,53 @@ def _check(
         raise ValueError(f"{op}: cos has batch {cos.shape[0]}, expected {q.shape[0]} or 1")
 
 
-_BACKENDS = (_dispatch.Backend("reference", _dispatch.always, indexer_prologue_reference),)
-_BACKENDS_FP8 = (_dispatch.Backend("reference", _dispatch.always, indexer_prologue_fp8_reference),)
+_TRITON_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+# A program holds a whole head.
+_MAX_TRITON_HEAD_DIM = 1024
+
+
+def _why_not_triton(
+    q_BSHD: torch.Tensor,
+    k_BSD: torch.Tensor,
+    gates_BSH: torch.Tensor,
+    norm_weight_D: torch.Tensor,
+    norm_bias_D: torch.Tensor,
+    norm_eps: float,
+    cos_BSP: torch.Tensor,
+    sin_BSP: torch.Tensor,
+    interleaved: bool,
+    gate_scale: float,
+    *pages: torch.Tensor,
+) -> str | None:
+    if q_BSHD.shape[3] > _MAX_TRITON_HEAD_DIM:
+        return f"head dim over {_MAX_TRITON_HEAD_DIM}: {q_BSHD.shape[3]}"
+    tensors = (q_BSHD, k_BSD, gates_BSH, norm_weight_D, norm_bias_D, cos_BSP, sin_BSP)
+    for tensor in tensors:
+        if tensor.dtype not in _TRITON_DTYPES:
+            return f"the kernel takes float32, bfloat16 and float16, got {tensor.dtype}"
+    return _dispatch.why_no_triton(*tensors, *pages)
+
+
+def _run_triton(*args: Any) -> tuple[torch.Tensor, ...]:
+    from glm_compile.ops.indexer_prologue.triton_kernel import indexer_prologue_triton
+
+    return indexer_prologue_triton(*args)
+
+
+def _run_triton_fp8(*args: Any) -> tuple[torch.Tensor, ...]:
+    from glm_compile.ops.indexer_prologue.triton_kernel import indexer_prologue_fp8_triton
+
+    return indexer_prologue_fp8_triton(*args)
+
+
+_BACKENDS = (
+    _dispatch.Backend("triton", _why_not_triton, _run_triton),
+    _dispatch.Backend("reference", _dispatch.always, indexer_prologue_reference),
+)
+_BACKENDS_FP8 = (
+    _dispatch.Backend("triton", _why_not_triton, _run_triton_fp8),
+    _dispatch.Backend("reference", _dispatch.always, indexer_prologue_fp8_reference),
+)
 
 
 def _indexer_prologue(

@@ -10,6 +10,9 @@ Shape legend: B batch, S tokens of the step, X row width, D head dim, P pages of
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from typing import Any
+
 import torch
 
 from glm_compile.ops import _dispatch
@@ -148,10 +151,52 @@ def _check_step(
         )
 
 
-_WRITE = (_dispatch.Backend("reference", _dispatch.always, paged_write_reference),)
-_GATHER = (_dispatch.Backend("reference", _dispatch.always, paged_gather_reference),)
-_WRITE_FP8 = (_dispatch.Backend("reference", _dispatch.always, paged_write_fp8_reference),)
-_GATHER_FP8 = (_dispatch.Backend("reference", _dispatch.always, paged_gather_fp8_reference),)
+# A program holds a whole row.
+_MAX_TRITON_ROW = 8192
+
+
+def _why_not_triton_write(
+    pages: torch.Tensor, new: torch.Tensor, block_table: torch.Tensor, lengths: torch.Tensor
+) -> str | None:
+    if new.shape[2] > _MAX_TRITON_ROW:
+        return f"rows are longer than {_MAX_TRITON_ROW}: {new.shape[2]}"
+    return _dispatch.why_no_triton(pages, new, block_table, lengths)
+
+
+def _why_not_triton_gather(
+    pages: torch.Tensor, block_table: torch.Tensor, *_sizes: Any
+) -> str | None:
+    if pages.dim() == 3 and pages.shape[2] > _MAX_TRITON_ROW:
+        return f"rows are longer than {_MAX_TRITON_ROW}: {pages.shape[2]}"
+    return _dispatch.why_no_triton(pages, block_table)
+
+
+def _lazily(name: str) -> Callable[..., Any]:
+    """The kernel's launcher, whose module needs Triton."""
+
+    def run(*args: Any) -> Any:
+        from glm_compile.ops.paged_cache import triton_kernel
+
+        return getattr(triton_kernel, name)(*args)
+
+    return run
+
+
+def _backends(
+    why_not: Callable[..., str | None], launcher: str, reference: Callable[..., Any]
+) -> tuple[_dispatch.Backend, ...]:
+    return (
+        _dispatch.Backend("triton", why_not, _lazily(launcher)),
+        _dispatch.Backend("reference", _dispatch.always, reference),
+    )
+
+
+_WRITE = _backends(_why_not_triton_write, "paged_write_triton", paged_write_reference)
+_GATHER = _backends(_why_not_triton_gather, "paged_gather_triton", paged_gather_reference)
+_WRITE_FP8 = _backends(_why_not_triton_write, "paged_write_fp8_triton", paged_write_fp8_reference)
+_GATHER_FP8 = _backends(
+    _why_not_triton_gather, "paged_gather_fp8_triton", paged_gather_fp8_reference
+)
 
 
 def _paged_write(

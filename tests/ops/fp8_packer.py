@@ -21,12 +21,15 @@ _POSITIVE = np.array([_decode(code) for code in range(0x7F)])
 assert _POSITIVE[-1] == 448.0
 
 
-def nearest_code(value: float) -> int:
-    """The e4m3 code of a finite value: nearest, ties to the even code, saturated."""
-    sign = 0x80 if np.signbit(value) else 0
-    distance = np.abs(_POSITIVE - min(abs(float(value)), 448.0))
-    candidates = np.flatnonzero(distance == distance.min())
-    return sign | int(next((c for c in candidates if c % 2 == 0), candidates[0]))
+def nearest_codes(values: np.ndarray) -> np.ndarray:
+    """The e4m3 codes of finite values: nearest, ties to the even code, saturated; any shape."""
+    magnitude = np.minimum(np.abs(values.astype(np.float64)), 448.0)
+    distance = np.abs(_POSITIVE - magnitude[..., None])
+    code = distance.argmin(-1)
+    following = np.minimum(code + 1, len(_POSITIVE) - 1)
+    is_tie = np.take_along_axis(distance, following[..., None], -1)[..., 0] == distance.min(-1)
+    code = np.where(is_tie & (code % 2 == 1), following, code)
+    return (code | np.where(np.signbit(values), 0x80, 0)).astype(np.uint8)
 
 
 def pack_row(row: np.ndarray) -> tuple[bytes, bytes]:
@@ -34,8 +37,7 @@ def pack_row(row: np.ndarray) -> tuple[bytes, bytes]:
     assert row.dtype == np.float32
     amax = np.float32(max(np.abs(row).max(), np.float32(1e-4)))
     scale = np.float32(amax / np.float32(448.0))
-    codes = bytes(nearest_code(np.float32(value / scale)) for value in row)
-    return codes, struct.pack("<f", scale)
+    return nearest_codes(row / scale).tobytes(), struct.pack("<f", scale)
 
 
 def store_row(pages: np.ndarray, page: int, slot: int, row: np.ndarray) -> None:

@@ -152,3 +152,112 @@ def test_wrong_arguments_are_named():
         bf16_linear(x, weight, residual=residual[:1])
     with pytest.raises(ValueError, match="unknown backend 'cute'"):
         bf16_linear(x, weight, backend="cute")
+
+
+TRITON_DEVICES = [
+    pytest.param("cpu", marks=pytest.mark.interpreter),
+    pytest.param("cuda", marks=pytest.mark.gpu),
+]
+
+
+@pytest.mark.parametrize("device", TRITON_DEVICES)
+@pytest.mark.parametrize("M, N, K", [(1, 1, 1), (3, 37, 64), (6, 130, 300), (17, 16, 1030)])
+@pytest.mark.parametrize("bias, residual", [(False, False), (True, False), (True, True)])
+def test_triton_error_is_that_of_the_library(device, M, N, K, bias, residual):
+    x, weight, bias, residual = make_inputs(M, N, K, bias=bias, residual=residual, device=device)
+    output = bf16_linear(x, weight, bias, residual=residual, backend="triton")
+    assert output.is_contiguous()
+    check_error(output, x, weight, bias, residual)
+
+
+@pytest.mark.parametrize("device", TRITON_DEVICES)
+def test_triton_takes_any_strides(device):
+    x, weight, bias, residual = make_inputs(5, 40, 72, bias=True, residual=True, device=device)
+    expected = bf16_linear(x, weight, bias, residual=residual, backend="triton")
+
+    def spread(tensor):
+        wide = torch.zeros(tensor.shape[-1] + 3, *tensor.shape[:-1], dtype=tensor.dtype)
+        wide = wide.to(device)
+        wide[1:-2] = tensor.movedim(-1, 0)
+        return wide[1:-2].movedim(0, -1)
+
+    for arguments in (
+        (spread(x), weight, bias, residual),
+        (x, spread(weight), bias, residual),
+        (x, weight, spread(bias), residual),
+        (x, weight, bias, spread(residual)),
+        (x[None], weight, bias, residual[None]),
+    ):
+        *tensors, added = arguments
+        output = bf16_linear(*tensors, residual=added, backend="triton")
+        assert torch.equal(output.view(5, 40), expected)
+
+
+@pytest.mark.parametrize("device", TRITON_DEVICES)
+def test_triton_rows_do_not_depend_on_their_number(device):
+    x, weight, _, _ = make_inputs(35, 20, 300, device=device)
+    whole = bf16_linear(x, weight, deterministic=True, backend="triton")
+    for M in (0, 1, 2, 16, 17):
+        output = bf16_linear(x[:M], weight, deterministic=True, backend="triton")
+        assert torch.equal(output, whole[:M])
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("M", [1, 6, 16])
+@pytest.mark.parametrize("N, K", [(2784, 6144), (20480, 2048), (6144, 2048), (154880, 6144)])
+def test_triton_on_the_release_shapes(M, N, K):
+    x, weight, _, _ = make_inputs(M, N, K, device="cuda")
+    output = bf16_linear(x, weight, backend="triton")
+    check_error(output, x, weight, None, None)
+    for _ in range(20):
+        assert torch.equal(bf16_linear(x, weight, backend="triton"), output)
+
+
+@pytest.mark.gpu
+def test_capture_and_replay_with_changed_inputs():
+    x, weight, bias, _ = make_inputs(6, 160, 6144, bias=True, device="cuda")
+    bf16_linear(x, weight, bias)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        output = bf16_linear(x, weight, bias)
+    for _ in range(3):
+        x.copy_(torch.randn_like(x))
+        graph.replay()
+        check_error(output, x, weight, bias, None)
+
+
+@pytest.mark.gpu
+@pytest.mark.big_memory
+def test_offsets_beyond_32_bits():
+    weight = torch.zeros(2**31 // 4096 + 40, 4096, dtype=torch.bfloat16, device="cuda")
+    weight[-1] = 1
+    x = torch.ones(1, 4096, dtype=torch.bfloat16, device="cuda")
+    output = bf16_linear(x, weight, backend="triton")
+    assert output[0, -1] == 4096 and output.count_nonzero() == 1
+
+
+@pytest.mark.compile_only
+@pytest.mark.parametrize("arch", ["sm_90a", "sm_100a"])
+@pytest.mark.parametrize("N, K", [(2784, 6144), (20480, 2048), (154880, 6144), (512, 100)])
+def test_kernel_compiles_without_spilling(arch, N, K):
+    from glm_compile.ops.bf16_linear.config import default_for
+    from glm_compile.ops.bf16_linear.triton_kernel import BLOCK_M, bf16_linear_kernel
+    from tests.compile_only import compile_triton
+
+    def meta(*shape):
+        return torch.empty(shape, dtype=torch.bfloat16, device="meta")
+
+    config = default_for(N, K)
+    residual = meta(6, N)
+    compiled = compile_triton(
+        bf16_linear_kernel,
+        (meta(6, K), K, meta(N, K), K, 1, meta(N), residual, N, 1, meta(6, N), 6, N),
+        {"K": K, "BLOCK_M": BLOCK_M, "BLOCK_N": config.block_n, "BLOCK_K": config.block_k},
+        arch,
+        num_warps=config.num_warps,
+        num_stages=config.num_stages,
+    )
+    assert compiled.stack_bytes == 0
+    assert compiled.registers <= 255
+    assert compiled.shared_bytes <= 227 * 1024
+    assert "mma" in compiled.ptx

@@ -14,7 +14,7 @@ from transformers.models.llama.modeling_llama import apply_rotary_pos_emb
 
 from glm_compile.ops.indexer_prologue import indexer_prologue, indexer_prologue_fp8
 from glm_compile.ops.paged_cache import key_page_bytes, paged_write_fp8
-from tests.ops.fp8_packer import nearest_code, store_row
+from tests.ops.fp8_packer import nearest_codes, store_row
 
 EPS = 1e-6
 GATE_SCALE = 0.25
@@ -139,9 +139,9 @@ def test_fp8_tier_bytes(interleaved, dtype, D):
     rotated, _ = rope(half, half, cos.float(), sin.float(), unsqueeze_dim=2)
     rotated = torch.cat([rotated, q[..., D // 2 :].float()], -1)
     scale = rotated.abs().amax(-1).clamp_min(1e-4) / 448
-    codes = [nearest_code(x) for x in (rotated / scale[..., None]).flatten().tolist()]
+    codes = nearest_codes((rotated / scale[..., None]).numpy())
     assert q8.dtype == torch.float8_e4m3fn and q8.is_contiguous()
-    assert q8.view(torch.uint8).flatten().tolist() == codes
+    assert np.array_equal(q8.view(torch.uint8).numpy(), codes)
     assert torch.equal(weights, gates.float() * (GATE_SCALE * D**-0.5) * scale)
 
 
@@ -259,3 +259,176 @@ def test_wrong_arguments_are_named():
             block_table=TABLE,
             lengths_B=torch.tensor([0, 0]),
         )
+
+
+TRITON_DEVICES = [
+    pytest.param("cpu", marks=pytest.mark.interpreter),
+    pytest.param("cuda", marks=pytest.mark.gpu),
+]
+
+
+def _to(device, inputs):
+    """Copies on a device with the same strides."""
+    moved = []
+    for value in inputs:
+        if isinstance(value, torch.Tensor) and device != "cpu":
+            empty = torch.empty_strided(
+                value.shape, value.stride(), dtype=value.dtype, device=device
+            )
+            value = empty.copy_(value)
+        moved.append(value)
+    return moved
+
+
+def _check_key(result, expected):
+    """LayerNorm sums in another order: at most an ulp of the key's own dtype beside fp32 noise."""
+    eps = torch.finfo(expected.dtype).eps
+    tolerance = max(2 * eps, 1e-5)
+    torch.testing.assert_close(result.float(), expected.float(), rtol=tolerance, atol=tolerance)
+    if expected.dtype == torch.bfloat16:
+        assert (result != expected).float().mean() < 0.02
+
+
+@pytest.mark.parametrize("device", TRITON_DEVICES)
+@pytest.mark.parametrize("interleaved", [True, False])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize(
+    "shape",
+    [
+        {"B": 1, "S": 1, "H": 32},
+        {"B": 2, "S": 3, "H": 5, "cos_batch": 1},
+        {"D": 20, "P": 6},
+        {"D": 96, "P": 96, "norm_dtype": torch.float32},
+        {"D": 64, "P": 0},
+        {"S": 0},
+    ],
+)
+def test_triton_equals_the_reference(device, interleaved, dtype, shape):
+    inputs = make_inputs(dtype=dtype, **shape)
+    options = {"interleaved": interleaved, "gate_scale": GATE_SCALE}
+    expected = indexer_prologue(*inputs, **options, backend="reference")
+    results = indexer_prologue(*_to(device, inputs), **options, backend="triton")
+    for result, reference in zip(results, expected):
+        assert result.shape == reference.shape and result.dtype == reference.dtype
+        assert result.is_contiguous()
+    assert torch.equal(results[0].cpu(), expected[0])
+    assert torch.equal(results[2].cpu(), expected[2])
+    if inputs[1].numel():
+        _check_key(results[1].cpu(), expected[1])
+
+
+@pytest.mark.parametrize("device", TRITON_DEVICES)
+@pytest.mark.parametrize("interleaved", [True, False])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("D", [128, 20])
+def test_triton_fp8_bytes(device, interleaved, dtype, D):
+    inputs = _to(device, make_inputs(S=5, H=6, D=D, P=D // 2, dtype=dtype))
+    options = {"interleaved": interleaved, "gate_scale": GATE_SCALE}
+    lengths, table = torch.tensor([62, 61], device=device), TABLE.to(device)
+    pages = torch.randint(0, 256, (6, key_page_bytes(D)), dtype=torch.uint8, device=device)
+    reference_pages = pages.cpu().clone()
+    expected = reference_pages.numpy().copy()
+    q8, weights = indexer_prologue_fp8(
+        *inputs,
+        **options,
+        key_pages=pages,
+        block_table=table,
+        lengths_B=lengths,
+        backend="triton",
+    )
+    # The keys are this backend's exact ones, so that the bytes can be compared without a tolerance.
+    k = indexer_prologue(*inputs, **options, backend="triton")[1].cpu()
+    for b in range(2):
+        for s in range(5):
+            position = int(lengths[b]) + s
+            page = int(TABLE[b, position // 64])
+            if page >= 0:
+                store_row(expected, page, position % 64, k[b, s].float().numpy())
+    assert np.array_equal(pages.cpu().numpy(), expected)
+    reference_q8, reference_weights = indexer_prologue_fp8(
+        *_to("cpu", [x.cpu() if isinstance(x, torch.Tensor) else x for x in inputs]),
+        **options,
+        key_pages=reference_pages,
+        block_table=TABLE,
+        lengths_B=lengths.cpu(),
+        backend="reference",
+    )
+    assert torch.equal(q8.cpu().view(torch.uint8), reference_q8.view(torch.uint8))
+    assert torch.equal(weights.cpu(), reference_weights)
+
+
+@pytest.mark.parametrize("device", TRITON_DEVICES)
+def test_triton_key_norm_removes_the_mean(device):
+    """IDX-4's input: a mean far above a tiny deviation."""
+    inputs = make_inputs(B=1, S=4, dtype=torch.float32)
+    q, _, *rest = inputs
+    k = torch.randn(1, 4, 128) * 1e-3 + 3
+    expected = indexer_prologue(q, k, *rest, gate_scale=1.0, backend="reference")[1]
+    result = indexer_prologue(*_to(device, (q, k, *rest)), gate_scale=1.0, backend="triton")[1]
+    torch.testing.assert_close(result.cpu(), expected, rtol=2e-3, atol=2e-3)
+
+
+@pytest.mark.gpu
+def test_capture_and_replay_with_changed_inputs():
+    inputs = _to("cuda", make_inputs(S=6, H=32))
+    pages = torch.zeros(6, key_page_bytes(128), dtype=torch.uint8, device="cuda")
+    lengths, table = torch.tensor([60, 0], device="cuda"), TABLE.cuda()
+    rest = {"gate_scale": GATE_SCALE, "block_table": table, "lengths_B": lengths}
+    indexer_prologue_fp8(*inputs, key_pages=pages, **rest)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        q8, weights = indexer_prologue_fp8(*inputs, key_pages=pages, **rest)
+    inputs[0].copy_(torch.randn_like(inputs[0]))
+    inputs[1].copy_(torch.randn_like(inputs[1]))
+    lengths += 3
+    pages.zero_()
+    graph.replay()
+    other = torch.zeros_like(pages)
+    expected_q8, expected_weights = indexer_prologue_fp8(*inputs, key_pages=other, **rest)
+    assert torch.equal(q8.view(torch.uint8), expected_q8.view(torch.uint8))
+    assert torch.equal(weights, expected_weights)
+    assert torch.equal(pages, other)
+
+
+@pytest.mark.compile_only
+@pytest.mark.parametrize("arch", ["sm_90a", "sm_100a"])
+@pytest.mark.parametrize("is_fp8", [False, True])
+@pytest.mark.parametrize("interleaved", [True, False])
+def test_kernels_compile_without_spilling(arch, is_fp8, interleaved):
+    import triton.language as tl
+
+    from glm_compile.ops.indexer_prologue import triton_kernel as kernels
+    from tests.compile_only import compile_triton
+
+    def meta(*shape, dtype=torch.bfloat16):
+        return torch.empty(shape, dtype=dtype, device="meta")
+
+    merged = meta(1, 6, 2784)
+    q, k, gates = meta(1, 6, 32, 128), merged[..., 2624:2752], merged[..., 2752:]
+    cos = meta(1, 6, 64)
+    arguments = [q, *q.stride(), k, *k.stride(), gates, *gates.stride()]
+    arguments += [meta(128), meta(128), EPS, cos, *cos.stride(), cos, *cos.stride(), GATE_SCALE]
+    if is_fp8:
+        arguments += [meta(9, 8448, dtype=torch.uint8), meta(1, dtype=torch.float32)]
+        arguments += [meta(1, 9, dtype=torch.int32), 9, 9, meta(1, dtype=torch.int32)]
+        arguments += [meta(1, dtype=torch.float8_e4m3fn), meta(1, dtype=torch.float32), 6]
+    else:
+        arguments += [q, meta(1, 6, 128), meta(1, dtype=torch.float32), 6]
+    compiled = compile_triton(
+        kernels.indexer_prologue_fp8_kernel if is_fp8 else kernels.indexer_prologue_kernel,
+        arguments,
+        {
+            "H": 32,
+            "D": 128,
+            "P": 64,
+            "BLOCK_H": 4,
+            "BLOCK_D": 128,
+            "INTERLEAVED": interleaved,
+            "ROUND_TO": tl.bfloat16,
+        },
+        arch,
+        num_warps=4,
+        enable_fp_fusion=False,
+    )
+    assert compiled.stack_bytes == 0
+    assert compiled.registers <= 64

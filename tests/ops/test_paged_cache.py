@@ -18,6 +18,12 @@ from glm_compile.ops.paged_cache import (
     paged_write,
     paged_write_fp8,
 )
+from glm_compile.ops.paged_cache.reference import (
+    paged_gather_fp8_reference,
+    paged_gather_reference,
+    paged_write_fp8_reference,
+    paged_write_reference,
+)
 from tests.ops.fp8_packer import pack_row, store_row
 
 NUM_PAGES = 9
@@ -225,3 +231,131 @@ def test_wrong_arguments_are_named():
         paged_gather_fp8(pages, TABLE, 3, head_dim=32, dtype=torch.float32)
     with pytest.raises(ValueError, match="multiple of 4"):
         paged_gather_fp8(key_pages, TABLE, 3, head_dim=30, dtype=torch.float32)
+
+
+TRITON_DEVICES = [
+    pytest.param("cpu", marks=pytest.mark.interpreter),
+    pytest.param("cuda", marks=pytest.mark.gpu),
+]
+
+
+@pytest.mark.parametrize("device", TRITON_DEVICES)
+@pytest.mark.parametrize("lengths", LENGTHS)
+@pytest.mark.parametrize("S", [1, 5])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_triton_write_and_gather_equal_the_reference(device, lengths, S, dtype):
+    from glm_compile.ops.paged_cache.triton_kernel import paged_gather_triton, paged_write_triton
+
+    wide = torch.randn(NUM_PAGES, 64, 9).to(dtype)
+    expected, pages = wide.clone()[:, :, 1:6], wide.to(device)[:, :, 1:6]
+    new, lengths = _new(3, S, 5), torch.tensor(lengths, dtype=torch.int32)
+    paged_write_reference(expected, new, TABLE, lengths)
+    paged_write_triton(pages, new.to(device), TABLE.to(device), lengths.to(device))
+    assert torch.equal(pages.cpu(), expected)
+    for max_len in (1, 64, 131, 200):
+        rows = paged_gather_triton(pages, TABLE.to(device), max_len)
+        assert torch.equal(rows.cpu(), paged_gather_reference(expected, TABLE, max_len))
+
+
+@pytest.mark.parametrize("device", TRITON_DEVICES)
+@pytest.mark.parametrize("lengths", LENGTHS)
+@pytest.mark.parametrize("head_dim", [128, 20])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_triton_fp8_pages_equal_the_reference_byte_for_byte(device, lengths, head_dim, dtype):
+    from glm_compile.ops.paged_cache.triton_kernel import (
+        paged_gather_fp8_triton,
+        paged_write_fp8_triton,
+    )
+
+    expected = torch.randint(0, 127, (NUM_PAGES, key_page_bytes(head_dim)), dtype=torch.uint8)
+    pages = expected.to(device)
+    new, lengths = _new(3, 4, head_dim, dtype), torch.tensor(lengths)
+    new[0, 0] = 0
+    new[1, 1] *= 1e-6
+    new[2, 2, 3] = float("inf")
+    new[2, 3, 1] = float("nan")
+    paged_write_fp8_reference(expected, new, TABLE, lengths)
+    # Columns of a wider table, and a table in column order.
+    table = TABLE.T.contiguous().T.to(device)
+    paged_write_fp8_triton(pages, new.to(device), table, lengths.to(device))
+    assert torch.equal(pages.cpu(), expected)
+    for max_len in (1, 64, 131, 200):
+        rows = paged_gather_fp8_triton(pages, TABLE.to(device), max_len, head_dim, dtype)
+        reference = paged_gather_fp8_reference(expected, TABLE, max_len, head_dim, dtype)
+        torch.testing.assert_close(rows.cpu(), reference, rtol=0, atol=0, equal_nan=True)
+
+
+@pytest.mark.parametrize("device", TRITON_DEVICES)
+def test_triton_skips_what_has_no_page(device):
+    from glm_compile.ops.paged_cache.triton_kernel import paged_write_triton
+
+    pages = torch.ones(NUM_PAGES, 64, 5, device=device)
+    new, table = torch.zeros(3, 2, 5, device=device), TABLE.to(device)
+    paged_write_triton(pages, new, table, torch.tensor([-2, -5, 192], device=device))
+    paged_write_triton(pages, new, table, torch.tensor([2**31 - 1] * 3, device=device))
+    assert torch.equal(pages, torch.ones_like(pages))
+
+
+@pytest.mark.gpu
+def test_capture_and_replay_follow_the_lengths():
+    pages = torch.zeros(NUM_PAGES, 64, 5, device="cuda")
+    new, table = torch.randn(3, 2, 5, device="cuda"), TABLE.cuda()
+    lengths = torch.tensor([0, 0, 0], device="cuda")
+    paged_write(pages, new, table, lengths)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        paged_write(pages, new, table, lengths)
+        rows = paged_gather(pages, table, 100)
+        advance(lengths, 2)
+    history = torch.zeros(3, 100, 5)
+    for step in range(20):
+        new.copy_(torch.randn_like(new))
+        history[:, 2 * step : 2 * step + 2] = new.cpu()
+        graph.replay()
+    assert torch.equal(rows.cpu()[:2], history[:2])
+    assert lengths.tolist() == [40, 40, 40]
+
+
+@pytest.mark.compile_only
+@pytest.mark.parametrize("arch", ["sm_90a", "sm_100a"])
+def test_kernels_compile_without_spilling(arch):
+    from glm_compile.ops.paged_cache import triton_kernel as kernels
+    from tests.compile_only import compile_triton
+
+    def meta(*shape, dtype=torch.bfloat16):
+        return torch.empty(shape, dtype=dtype, device="meta")
+
+    latents, lengths = meta(100, 64, 576), meta(1, dtype=torch.int32)
+    table = (meta(1, 100, dtype=torch.int32), 100, 100)
+    key_pages, key_scales = meta(100, 8448, dtype=torch.uint8), meta(1, dtype=torch.float32)
+    new, keys = meta(1, 6, 576), meta(1, 6, 128)
+    calls = [
+        (
+            kernels.paged_write_kernel,
+            (latents, *latents.stride(), new, *new.stride(), *table, lengths, 6),
+            {"X": 576, "BLOCK_X": 1024},
+            4,
+        ),
+        (
+            kernels.paged_gather_kernel,
+            (latents, *latents.stride(), *table, meta(1, 6400, 576), 6400),
+            {"X": 576, "BLOCK_ROWS": 8, "BLOCK_X": 1024},
+            4,
+        ),
+        (
+            kernels.paged_write_fp8_kernel,
+            (key_pages, key_scales, keys, *keys.stride(), *table, lengths, 6),
+            {"D": 128, "BLOCK_D": 128},
+            1,
+        ),
+        (
+            kernels.paged_gather_fp8_kernel,
+            (key_pages, key_scales, *table, meta(1, 6400, 128), 6400),
+            {"D": 128, "BLOCK_ROWS": 8, "BLOCK_D": 128},
+            2,
+        ),
+    ]
+    for kernel, arguments, constexprs, num_warps in calls:
+        compiled = compile_triton(kernel, arguments, constexprs, arch, num_warps=num_warps)
+        assert compiled.stack_bytes == 0
+        assert compiled.registers <= 128
