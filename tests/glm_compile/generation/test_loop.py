@@ -1,0 +1,347 @@
+"""The decoding loop on a tiny model: the result is plain decoding's, whatever the drafts."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import pytest
+import torch
+
+import glm_compile
+from glm_compile.generation import api
+from glm_compile.generation.loop import DecodingLoop
+from tests.glm_compile.generation.drafts import ScriptedMtp, always, greedy_reference, random_mtp
+from tests.tiny_models import tiny_config, tiny_model
+
+NEW = 14
+VOCAB = 512
+
+
+@pytest.fixture(scope="module")
+def model() -> Any:
+    return tiny_model()
+
+
+def prompt_of(length: int, seed: int = 0) -> torch.Tensor:
+    return torch.randint(0, 500, (1, length), generator=torch.Generator().manual_seed(seed))
+
+
+def padded(
+    rows: Sequence[torch.Tensor], side: str, pad_id: int = 0
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Batch of prompts with the padding left, right, or in the middle."""
+    width = max(row.shape[1] for row in rows) + (side == "holes")
+    ids = torch.full((len(rows), width), pad_id)
+    mask = torch.zeros_like(ids)
+    for b, row in enumerate(rows):
+        length = row.shape[1]
+        if side == "left":
+            columns = list(range(width - length, width))
+        elif side == "right":
+            columns = list(range(length))
+        else:
+            columns = [0, *range(width - length + 1, width)]
+        ids[b, columns] = row[0]
+        mask[b, columns] = 1
+    return ids, mask
+
+
+def run(model: Any, ids: torch.Tensor, mtp: Any = None, **kwargs: Any) -> Any:
+    kwargs = {"max_new_tokens": NEW, "eos_token_id": None, "pad_token_id": 0} | kwargs
+    if "attention_mask" not in kwargs:
+        kwargs["attention_mask"] = torch.ones_like(ids)
+    return glm_compile.generate(model, ids, mtp=mtp, return_dict_in_generate=True, **kwargs)
+
+
+# index_topk is 8: prompts and texts on both sides of it.
+@pytest.mark.parametrize("length", [1, 2, 7, 8, 9, 21])
+def test_plain_decoding_equals_transformers(model: Any, length: int) -> None:
+    ids = prompt_of(length)
+    result = run(model, ids)
+    assert torch.equal(result.sequences, greedy_reference(model, ids, NEW))
+    assert result.accept_lengths.tolist() == [[1]] * (NEW - 1)
+
+
+@pytest.mark.parametrize("index_share", [None, True, False])
+@pytest.mark.parametrize(("length", "num_drafts"), [(1, 3), (5, 5), (21, 2), (9, 1)])
+def test_random_drafts_do_not_change_the_tokens(
+    model: Any, length: int, num_drafts: int, index_share: bool | None
+) -> None:
+    ids = prompt_of(length)
+    result = run(
+        model, ids, random_mtp(model), num_draft_tokens=num_drafts, index_share=index_share
+    )
+    assert torch.equal(result.sequences, greedy_reference(model, ids, NEW))
+    assert int(result.accept_lengths.sum()) == NEW - 1
+
+
+@pytest.mark.parametrize("num_right", [0, 1, 2, 3])
+@pytest.mark.parametrize("length", [1, 12])
+def test_right_and_wrong_drafts_do_not_change_the_tokens(
+    model: Any, length: int, num_right: int
+) -> None:
+    ids = prompt_of(length)
+    expected = greedy_reference(model, ids, NEW)
+    mtp = ScriptedMtp(expected.tolist(), always(num_right), VOCAB, inner=random_mtp(model))
+    result = run(model, ids, mtp, num_draft_tokens=3)
+    assert torch.equal(result.sequences, expected)
+    lengths = result.accept_lengths.flatten().tolist()
+    assert lengths[:-1] == [num_right + 1] * (len(lengths) - 1)
+    assert sum(lengths) == NEW - 1
+    assert result.num_iterations == -(-(NEW - 1) // (num_right + 1))
+
+
+@pytest.mark.parametrize("attention", ["sdpa", "eager"])
+def test_attention_implementations(attention: str) -> None:
+    model = tiny_model(attention=attention)
+    ids = prompt_of(11)
+    result = run(model, ids, random_mtp(model), num_draft_tokens=2)
+    assert torch.equal(result.sequences, greedy_reference(model, ids, NEW))
+
+
+def test_a_model_without_index_sharing() -> None:
+    config = tiny_config(
+        index_share_for_mtp_iteration=False, indexer_types=["full", "full", "full", "full"]
+    )
+    model = tiny_model(config)
+    ids = prompt_of(11)
+    result = run(model, ids, random_mtp(model))
+    assert torch.equal(result.sequences, greedy_reference(model, ids, NEW))
+
+
+@pytest.mark.parametrize("budget", [1, 2, 3, 4, 5, 8])
+def test_the_budget_is_exact(model: Any, budget: int) -> None:
+    ids = prompt_of(10)
+    expected = greedy_reference(model, ids, 20)
+    mtp = ScriptedMtp(expected.tolist(), always(3), VOCAB)
+    result = run(model, ids, mtp, num_draft_tokens=3, max_new_tokens=budget)
+    assert torch.equal(result.sequences, expected[:, : 10 + budget])
+    assert int(result.accept_lengths.sum()) == budget - 1
+
+
+def test_max_length_counts_the_prompt_as_given(model: Any) -> None:
+    ids, mask = padded([prompt_of(4), prompt_of(9, 1)], "left")
+    result = run(model, ids, attention_mask=mask, max_new_tokens=None, max_length=13)
+    assert result.sequences.shape == (2, 13)
+
+
+@pytest.mark.parametrize("position", range(6))
+def test_an_end_of_sequence_id_anywhere_in_a_block_ends_there(model: Any, position: int) -> None:
+    ids = prompt_of(10)
+    text = greedy_reference(model, ids, NEW)
+    eos = [int(text[0, 10 + position]), 510]
+    expected = greedy_reference(model, ids, NEW, eos_token_id=eos)
+    mtp = ScriptedMtp(text.tolist(), always(3), VOCAB)
+    result = run(model, ids, mtp, num_draft_tokens=3, eos_token_id=eos)
+    assert torch.equal(result.sequences, expected)
+    assert result.sequences.shape[1] <= 10 + position + 1
+
+
+@pytest.mark.parametrize("side", ["left", "right", "holes"])
+@pytest.mark.parametrize("num_drafts", [0, 2])
+def test_padded_rows_equal_their_own_runs(model: Any, side: str, num_drafts: int) -> None:
+    rows = [prompt_of(3), prompt_of(15, 1), prompt_of(8, 2)]
+    ids, mask = padded(rows, side)
+    mtp = random_mtp(model) if num_drafts else None
+    result = run(model, ids, mtp, num_draft_tokens=num_drafts, attention_mask=mask)
+    assert torch.equal(result.sequences[:, : ids.shape[1]], ids)
+    for b, row in enumerate(rows):
+        expected = greedy_reference(model, row, NEW)[0, row.shape[1] :]
+        assert torch.equal(result.sequences[b, ids.shape[1] :], expected), b
+
+
+def unequal(iteration: int, row: int) -> int:
+    """Accepts that change between iterations and differ between rows."""
+    return [(3, 0), (0, 3), (2, 1), (1, 3)][iteration % 4][row % 2]
+
+
+def test_unequal_accepts_equal_the_rows_own_runs(model: Any) -> None:
+    rows = [prompt_of(12), prompt_of(5, 1)]
+    ids, mask = padded(rows, "left")
+    references = [greedy_reference(model, row, NEW) for row in rows]
+    sequences = [reference[0].tolist() for reference in references]
+    mtp = ScriptedMtp(sequences, unequal, VOCAB, inner=random_mtp(model))
+    result = run(model, ids, mtp, num_draft_tokens=3, attention_mask=mask)
+    assert result.accept_lengths[:4].tolist() == [[4, 1], [1, 4], [3, 2], [2, 4]]
+    for b, (row, reference) in enumerate(zip(rows, references)):
+        assert torch.equal(result.sequences[b, ids.shape[1] :], reference[0, row.shape[1] :])
+
+
+def test_rows_end_at_different_tokens_and_are_padded(model: Any) -> None:
+    rows = [prompt_of(12), prompt_of(5, 1), prompt_of(6, 2)]
+    ids, mask = padded(rows, "left")
+    texts = [greedy_reference(model, row, NEW)[0, row.shape[1] :].tolist() for row in rows]
+    eos = [texts[0][2], texts[1][6]]
+    sequences = [row[0].tolist() + text for row, text in zip(rows, texts)]
+    mtp = ScriptedMtp(sequences, unequal, VOCAB, inner=random_mtp(model))
+    result = run(
+        model, ids, mtp, num_draft_tokens=3, attention_mask=mask, eos_token_id=eos, pad_token_id=77
+    )
+    for b, text in enumerate(texts):
+        length = next((i + 1 for i, token in enumerate(text) if token in eos), NEW)
+        new = result.sequences[b, ids.shape[1] :].tolist()
+        assert new == text[:length] + [77] * (len(new) - length), b
+    assert result.accept_lengths[:, 0].tolist()[-1] == 0
+
+
+def test_prompts_in_chunks(model: Any) -> None:
+    rows = [prompt_of(3), prompt_of(17, 1)]
+    ids, mask = padded(rows, "left")
+    whole = run(model, ids, random_mtp(model), attention_mask=mask, num_draft_tokens=2)
+    for size in (1, 5, 64):
+        chunked = run(
+            model,
+            ids,
+            random_mtp(model),
+            attention_mask=mask,
+            num_draft_tokens=2,
+            prefill_chunk_size=size,
+        )
+        assert torch.equal(chunked.sequences, whole.sequences)
+        assert torch.equal(chunked.accept_lengths, whole.accept_lengths)
+
+
+# -- the caches behind it ---------------------------------------------------------------------------
+
+
+def capture_loop(monkeypatch: pytest.MonkeyPatch, *call: Any, **kwargs: Any) -> DecodingLoop:
+    """The loop that a call would run, before it runs."""
+    loops: list[DecodingLoop] = []
+
+    class Stop(Exception):
+        pass
+
+    def stop(self: DecodingLoop) -> Any:
+        loops.append(self)
+        raise Stop
+
+    monkeypatch.setattr(api.DecodingLoop, "run", stop)
+    with pytest.raises(Stop):
+        run(*call, **kwargs)
+    monkeypatch.undo()
+    return loops[0]
+
+
+def cached_rows(cache: Any, layer: int, row: int) -> list[torch.Tensor]:
+    """Latents and index keys of one sequence, up to its length."""
+    pages = [cache.layers[layer].latent_pages, cache.layers[layer].key_pages]
+    length = int(cache.lengths[row])
+    table = cache.block_table[row].long()
+    return [p[table].flatten(0, 1)[:length] for p in pages if p is not None]
+
+
+@pytest.mark.parametrize("index_share", [True, False])
+def test_caches_equal_ones_rebuilt_from_scratch(
+    model: Any, monkeypatch: pytest.MonkeyPatch, index_share: bool
+) -> None:
+    rows = [prompt_of(12), prompt_of(5, 1)]
+    ids, mask = padded(rows, "left")
+    sequences = [greedy_reference(model, row, 30)[0].tolist() for row in rows]
+    inner = random_mtp(model)
+    mtp: Any = ScriptedMtp(sequences, unequal, VOCAB, inner=inner) if index_share else inner
+    loop = capture_loop(
+        monkeypatch, model, ids, mtp, num_draft_tokens=3, attention_mask=mask,
+        max_new_tokens=30, index_share=index_share,
+    )  # fmt: skip
+    relay = loop._prefill()
+    for _ in range(4):
+        relay = loop._iterate(relay)
+    cache = loop.cache
+    if index_share:
+        assert cache.lengths.tolist() == [12 + 10, 5 + 11]
+    num_layers = len(cache.layers)
+    for b, sequence in enumerate(sequences):
+        length = int(cache.lengths[b])
+        text = torch.tensor([sequence[: length + 1]])
+        fresh = glm_compile.PagedCache(model.config, 1, 64, num_mtp_layers=1)
+        fresh.auto_advance = False
+        zero = torch.zeros(1, dtype=torch.long)
+        hidden, _ = loop.target.prompt(text[:, :-1], zero, fresh)
+        inner.extend(text[:, 1:], hidden, torch.arange(length)[None], None, fresh)
+        fresh.set_lengths(length)
+        for layer in range(num_layers):
+            for ours, rebuilt in zip(cached_rows(cache, layer, b), cached_rows(fresh, layer, 0)):
+                torch.testing.assert_close(ours, rebuilt, rtol=1e-4, atol=1e-4)
+
+
+def test_the_drafts_equal_ones_made_from_scratch(
+    model: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Hidden states, positions and the seed of the draft steps, against the layer on the whole text."""
+    ids = prompt_of(13)
+    mtp = random_mtp(model)
+    loop = capture_loop(monkeypatch, model, ids, mtp, num_draft_tokens=4)
+    relay = loop._prefill()
+    for _ in range(3):
+        relay = loop._iterate(relay)
+    length = int(loop.cache.lengths[0])
+    text = torch.cat([loop.text_BW[:, :length], relay.bonus_B[:, None]], dim=1)
+    fresh = glm_compile.PagedCache(model.config, 1, 64, num_mtp_layers=1)
+    fresh.auto_advance = False
+    hidden, _ = loop.target.prompt(text[:, :-1], torch.zeros(1, dtype=torch.long), fresh)
+    hidden, topk = mtp.extend(text[:, 1:], hidden, torch.arange(length)[None], None, fresh)
+    fresh.set_lengths(length)
+    hidden, seed = hidden[:, -1:], topk[:, -1:]
+    for step in range(4):
+        draft = mtp.compute_logits(hidden).argmax(-1)
+        assert torch.equal(draft, relay.drafts_Bk[:, step : step + 1]), step
+        position = torch.tensor([[length + step]])
+        hidden = mtp.draft(draft, hidden, position, None, fresh, seed)
+
+
+@pytest.mark.parametrize("index_share", [True, False])
+def test_a_poisoned_tail_is_never_selected(
+    model: Any, monkeypatch: pytest.MonkeyPatch, index_share: bool
+) -> None:
+    ids = prompt_of(12)
+    expected = greedy_reference(model, ids, 30)
+    mtp: Any = random_mtp(model)
+    if index_share:
+        mtp = ScriptedMtp(expected.tolist(), unequal, VOCAB, inner=mtp)
+    loop = capture_loop(
+        monkeypatch, model, ids, mtp, num_draft_tokens=3, max_new_tokens=20, index_share=index_share
+    )
+
+    def poison() -> None:
+        for layer in loop.cache.layers:
+            for pages in (layer.latent_pages, layer.key_pages):
+                if pages is not None:
+                    rows = pages[loop.cache.block_table[0].long()].flatten(0, 1)
+                    rows[int(loop.cache.lengths[0]) :] = 1e3
+                    pages[loop.cache.block_table[0].long()] = rows.view_as(pages)
+
+    relay = loop._prefill()
+    while not all(loop.finished):
+        poison()
+        relay = loop._iterate(relay)
+    assert torch.equal(loop.text_BW[:, : 12 + 20], expected[:, : 12 + 20])
+
+
+def test_a_finished_row_writes_behind_its_frozen_length_only(
+    model: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    rows = [prompt_of(12), prompt_of(6, 2)]
+    ids, mask = padded(rows, "left")
+    texts = [greedy_reference(model, row, NEW)[0, row.shape[1] :].tolist() for row in rows]
+    loop = capture_loop(
+        monkeypatch, model, ids, random_mtp(model), num_draft_tokens=2, attention_mask=mask,
+        eos_token_id=[texts[0][1]],
+    )  # fmt: skip
+    relay = loop._prefill()
+    relay = loop._iterate(relay)
+    assert loop.finished == [True, False]
+    before = [[r.clone() for r in cached_rows(loop.cache, layer, 0)] for layer in range(5)]
+    length = int(loop.cache.lengths[0])
+    for _ in range(3):
+        relay = loop._iterate(relay)
+    assert int(loop.cache.lengths[0]) == length and loop.counts[0] == 2
+    for layer in range(5):
+        for old, new in zip(before[layer], cached_rows(loop.cache, layer, 0)):
+            assert torch.equal(old, new)
+
+
+def test_the_cache_has_room_for_the_last_block(model: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    ids = prompt_of(10)
+    loop = capture_loop(monkeypatch, model, ids, random_mtp(model), num_draft_tokens=5)
+    assert loop.cache.max_cache_len >= 10 + NEW + 5

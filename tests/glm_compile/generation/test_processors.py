@@ -1,0 +1,140 @@
+"""Logits processors on ragged blocks see what plain decoding would show them."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from transformers import LogitsProcessor, LogitsProcessorList
+from transformers.generation.logits_process import (
+    PrefixConstrainedLogitsProcessor,
+    RepetitionPenaltyLogitsProcessor,
+    SynthIDTextWatermarkLogitsProcessor,
+    TemperatureLogitsWarper,
+    TopKLogitsWarper,
+)
+
+from glm_compile.generation.processors import ScoreProcessor, prefix_groups
+
+VOCAB = 12
+
+
+class SumOfPrefix(LogitsProcessor):
+    """Adds to each row a number that depends on its whole prefix; notes what it was called with."""
+
+    def __init__(self) -> None:
+        self.prefixes: list[list[int]] = []
+
+    def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
+        self.prefixes += input_ids.tolist()
+        weights = torch.arange(1, input_ids.shape[1] + 1)
+        return scores + (input_ids * weights).sum(dim=1, keepdim=True)
+
+
+def test_prefix_groups_are_in_order_of_length() -> None:
+    assert prefix_groups([5, 6, 9], [True, True, False], 2) == [
+        (5, [0, None, None]),
+        (6, [1, 0, None]),
+        (7, [None, 1, None]),
+    ]
+
+
+def test_prefix_groups_with_a_count_per_row() -> None:
+    assert prefix_groups([5, 5], [True, True], [1, 2]) == [(5, [0, 0]), (6, [None, 1])]
+
+
+def test_each_row_gets_its_own_prefix() -> None:
+    processor = SumOfPrefix()
+    text = torch.randint(0, VOCAB, (2, 10))
+    logits = torch.randn(2, 3, VOCAB, dtype=torch.bfloat16)
+    scores = ScoreProcessor([processor])(logits, text, [4, 6], [True, True])
+    expected = logits.float()
+    for b, first in enumerate((4, 6)):
+        for s in range(3):
+            prefix = text[b, : first + s]
+            expected[b, s] += (prefix * torch.arange(1, len(prefix) + 1)).sum()
+    assert torch.equal(scores, expected)
+
+
+def test_one_sequence_is_asked_as_plain_decoding_would() -> None:
+    processor = SumOfPrefix()
+    text = torch.arange(8)[None]
+    ScoreProcessor([processor])(torch.randn(1, 3, VOCAB), text, [2], [True])
+    assert processor.prefixes == [[0, 1], [0, 1, 2], [0, 1, 2, 3]]
+
+
+def test_processors_that_ignore_the_text_run_once_for_all_rows() -> None:
+    warpers = LogitsProcessorList([TemperatureLogitsWarper(0.5), TopKLogitsWarper(3)])
+    processor = ScoreProcessor(warpers)
+    assert not processor.needs_text
+    logits = torch.randn(2, 3, VOCAB)
+    scores = processor(logits)
+    for b in range(2):
+        assert torch.equal(scores[b], warpers(torch.zeros(3, 1, dtype=torch.long), logits[b]))
+
+
+def test_the_logits_are_left_alone() -> None:
+    class InPlace(LogitsProcessor):
+        def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
+            return scores.fill_(0)
+
+    logits = torch.randn(1, 2, VOCAB)
+    before = logits.clone()
+    assert (ScoreProcessor([InPlace()])(logits, torch.zeros(1, 5).long(), [2], [True]) == 0).all()
+    assert torch.equal(logits, before)
+
+
+def test_an_entry_per_sequence_keeps_its_sequence() -> None:
+    penalty = RepetitionPenaltyLogitsProcessor(2.0, prompt_ignore_length=torch.tensor([0, 2]))
+    text = torch.tensor([[1, 2, 3, 4], [1, 2, 3, 4]])
+    scores = ScoreProcessor([penalty])(torch.ones(2, 1, VOCAB), text, [3, 4], [True, True])
+    halved = [(row == 0.5).nonzero().flatten().tolist() for row in scores[:, 0]]
+    assert halved == [[1, 2, 3], [3, 4]]
+
+
+def test_a_prefix_callback_sees_only_generated_prefixes() -> None:
+    seen: list[tuple[int, list[int]]] = []
+
+    def allowed(prompt: int, prefix: torch.Tensor) -> list[int]:
+        seen.append((prompt, prefix.tolist()))
+        return [5]
+
+    constraint = PrefixConstrainedLogitsProcessor(allowed, 1)
+    text = torch.tensor([[1, 2, 3, 4], [6, 7, 8, 9], [0, 0, 0, 0]])
+    scores = ScoreProcessor([constraint])(
+        torch.zeros(3, 1, VOCAB), text, [2, 3, 1], [True, True, False]
+    )
+    assert seen == [(0, [1, 2]), (1, [6, 7, 8])]
+    assert torch.isfinite(scores[:2]).nonzero()[:, 2].tolist() == [5, 5]
+
+
+def test_a_prefix_callback_that_allows_nothing_is_an_error() -> None:
+    constraint = PrefixConstrainedLogitsProcessor(lambda prompt, prefix: [], 1)
+    with pytest.raises(ValueError, match="prefix_allowed_tokens_fn allows no token"):
+        ScoreProcessor([constraint])(
+            torch.zeros(1, 1, VOCAB), torch.zeros(1, 3).long(), [2], [True]
+        )
+
+
+def test_scores_of_another_shape_are_an_error() -> None:
+    def broken(input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
+        return scores[:, :-1]
+
+    with pytest.raises(ValueError, match="must return scores of shape"):
+        ScoreProcessor([broken])(torch.zeros(1, 1, VOCAB), torch.zeros(1, 3).long(), [2], [True])
+
+
+def test_a_processor_with_a_memory_is_refused() -> None:
+    stateful = SynthIDTextWatermarkLogitsProcessor(
+        ngram_len=3, keys=[1, 2], sampling_table_size=64, sampling_table_seed=0,
+        context_history_size=8, device=torch.device("cpu"),
+    )  # fmt: skip
+    with pytest.raises(ValueError, match="watermarking_config"):
+        ScoreProcessor([stateful])
+
+
+@pytest.mark.parametrize("processor", [3, lambda ids, scores, step: scores])
+def test_what_cannot_be_called_with_text_and_scores_is_refused(processor: Any) -> None:
+    with pytest.raises(ValueError, match="generate: logits"):
+        ScoreProcessor([processor])
