@@ -91,6 +91,23 @@ def load(
     return model, layer
 
 
+def load_structure(
+    path: str | os.PathLike[str], *, dtype: torch.dtype | None = None
+) -> tuple[GlmMoeDsaForCausalLM, GlmMoeDsaMtp | None]:
+    """Make the model of a directory's config.json on `meta`: no weight is read, none need exist.
+
+    The MTP layer is None if the config declares none.
+    """
+    raw = _read_json(Path(path) / "config.json")
+    facts = GlmDsaConfig.from_transformers(raw)
+    with torch.device("meta"):
+        model = GlmMoeDsaForCausalLM._from_config(
+            GlmMoeDsaConfig.from_dict(dict(raw)), dtype=dtype or facts.dtype
+        )
+        model.eval().requires_grad_(False)
+        return model, GlmMoeDsaMtp(model) if facts.num_mtp_layers else None
+
+
 @dataclass(frozen=True)
 class _Entry:
     """Where a tensor is, from a file's header."""

@@ -1,0 +1,220 @@
+"""Command line: `glm-compile generate | explain | bench | verify-checkpoint`.
+
+Exit codes: 0 done, 1 `explain` found something unmatched, 2 an error (one message on stderr;
+`--debug` shows where it came from).
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import glm_compile
+from glm_compile.errors import UnsupportedError
+
+_DTYPES = ("float32", "bfloat16", "float16")
+_CACHES = ("static", "paged", "dynamic", "none")
+_INDEXER_DTYPES = ("auto", "fp8", "bf16", "fp32")
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run one command; returns the exit code."""
+    arguments = _parser().parse_args(argv)
+    try:
+        command: Callable[[argparse.Namespace], int] = arguments.run
+        return command(arguments)
+    except KeyboardInterrupt:
+        return 130
+    except Exception as error:
+        if arguments.debug:
+            raise
+        kind = "" if isinstance(error, _expected_errors()) else f"{type(error).__name__}: "
+        print(f"glm-compile: error: {kind}{error}", file=sys.stderr)
+        return 2
+
+
+def _expected_errors() -> tuple[type[Exception], ...]:
+    return glm_compile.GlmCompileError, ValueError, OSError
+
+
+def _parser() -> argparse.ArgumentParser:
+    common = argparse.ArgumentParser(add_help=False)
+    common.add_argument("--debug", action="store_true", help="show the traceback of an error")
+    parser = argparse.ArgumentParser(
+        prog="glm-compile",
+        description="Compiled generation with GLM-5.2 (GlmMoeDsaForCausalLM) and its MTP layer.",
+    )
+    parser.add_argument("--version", action="version", version=glm_compile.__version__)
+    commands = parser.add_subparsers(required=True, metavar="COMMAND")
+    _add_generate(commands, common)
+    _add_explain(commands, common)
+    for name, run, text in (
+        ("bench", _bench, "measure a model (not in this version)"),
+        ("verify-checkpoint", _verify_checkpoint, "check a checkpoint (not in this version)"),
+    ):
+        command = commands.add_parser(name, parents=[common], help=text, description=text)
+        command.add_argument("model", metavar="MODEL", help="directory of the checkpoint")
+        command.set_defaults(run=run)
+    return parser
+
+
+def _add_generate(commands: Any, common: argparse.ArgumentParser) -> None:
+    command = commands.add_parser(
+        "generate",
+        parents=[common],
+        help="continue a text",
+        description="Continue a text; statistics go to stderr.",
+    )
+    command.set_defaults(run=_generate)
+    command.add_argument("model", metavar="MODEL", help="directory of the checkpoint")
+    source = command.add_mutually_exclusive_group()
+    source.add_argument("--prompt", help="the text; without it and --prompt-file, stdin is read")
+    source.add_argument("--prompt-file", type=Path, metavar="FILE", help="file with the text")
+    command.add_argument("--max-new-tokens", type=int, default=256, metavar="N")
+    command.add_argument(
+        "--num-draft-tokens", type=int, metavar="N", help="drafts per iteration (default: 5)"
+    )
+    command.add_argument(
+        "--temperature",
+        type=float,
+        metavar="T",
+        help="0 for greedy decoding (default: the checkpoint's generation_config.json)",
+    )
+    command.add_argument("--top-p", type=float, metavar="P")
+    command.add_argument("--top-k", type=int, metavar="K")
+    command.add_argument("--seed", type=int, default=0, help="seed of sampling (default: 0)")
+    command.add_argument("--no-mtp", action="store_true", help="decode without the MTP layer")
+    command.add_argument("--stream", action="store_true", help="print tokens as they come")
+    command.add_argument("--dtype", choices=_DTYPES, help="default: the checkpoint's")
+    command.add_argument("--device", help="default: cuda if there is one, else cpu")
+    command.add_argument(
+        "--compile",
+        action=argparse.BooleanOptionalAction,
+        help="compile the model first (default: on a GPU yes, on the CPU no)",
+    )
+
+
+def _add_explain(commands: Any, common: argparse.ArgumentParser) -> None:
+    command = commands.add_parser(
+        "explain",
+        parents=[common],
+        help="report what would be replaced in the model's graph, and why something would not",
+        description="Report what would be replaced in the model's graph. Needs config.json alone.",
+    )
+    command.set_defaults(run=_explain)
+    command.add_argument("model", metavar="MODEL", help="directory with config.json")
+    command.add_argument("--cache", choices=_CACHES, default="static")
+    command.add_argument("--batch-size", type=int, default=1, metavar="B")
+    command.add_argument("--query-len", type=int, default=6, metavar="S", help="tokens of the step")
+    command.add_argument("--cache-len", type=int, default=4096, metavar="T", help="tokens cached")
+    command.add_argument("--indexer-dtype", choices=_INDEXER_DTYPES, default="auto")
+    command.add_argument("--no-mtp", action="store_true", help="leave the MTP layer out")
+    command.add_argument(
+        "--save", type=Path, metavar="DIR", help="write each pass's graph before and after"
+    )
+
+
+def _generate(arguments: argparse.Namespace) -> int:
+    import torch
+    from transformers import AutoTokenizer, TextStreamer
+
+    prompt = _read_prompt(arguments)
+    device = arguments.device or ("cuda" if torch.cuda.is_available() else "cpu")
+    model, mtp = glm_compile.load(
+        arguments.model,
+        device=device,
+        dtype=getattr(torch, arguments.dtype) if arguments.dtype else None,
+        mtp=not arguments.no_mtp,
+    )
+    tokenizer = AutoTokenizer.from_pretrained(arguments.model)
+    inputs = tokenizer(prompt, return_tensors="pt").to(device)
+    num_prompt_tokens = inputs["input_ids"].shape[1]
+    if num_prompt_tokens == 0:
+        raise ValueError("the prompt has no tokens")
+    use_compile = (
+        torch.device(device).type == "cuda" if arguments.compile is None else arguments.compile
+    )
+    step: Any = torch.compile(model, backend="glm", fullgraph=True) if use_compile else model
+    torch.manual_seed(arguments.seed)
+    start = time.perf_counter()
+    result = glm_compile.generate(
+        step,
+        inputs["input_ids"],
+        attention_mask=inputs["attention_mask"],
+        mtp=mtp,
+        num_draft_tokens=arguments.num_draft_tokens,
+        streamer=TextStreamer(tokenizer, skip_prompt=True) if arguments.stream else None,
+        return_dict_in_generate=True,
+        max_new_tokens=arguments.max_new_tokens,
+        **_sampling(arguments),
+    )
+    seconds = time.perf_counter() - start
+    new_tokens = result.sequences[0, num_prompt_tokens:]
+    if not arguments.stream:
+        print(tokenizer.decode(new_tokens, skip_special_tokens=True))
+    print(_statistics(len(new_tokens), seconds, result), file=sys.stderr)
+    return 0
+
+
+def _read_prompt(arguments: argparse.Namespace) -> str:
+    if arguments.prompt is not None:
+        return arguments.prompt
+    if arguments.prompt_file is not None:
+        return arguments.prompt_file.read_text(encoding="utf-8")
+    return sys.stdin.read()
+
+
+def _sampling(arguments: argparse.Namespace) -> dict[str, Any]:
+    """GenerationConfig fields for what was given; what was not is left to the checkpoint."""
+    given = {
+        name: getattr(arguments, name)
+        for name in ("temperature", "top_p", "top_k")
+        if getattr(arguments, name) is not None
+    }
+    if given.get("temperature") == 0:
+        if len(given) > 1:
+            raise ValueError("--temperature 0 is greedy decoding: --top-p and --top-k have no use")
+        return {"do_sample": False}
+    return {"do_sample": True, **given} if given else {}
+
+
+def _statistics(num_tokens: int, seconds: float, result: Any) -> str:
+    line = f"{num_tokens} tokens in {seconds:.2f} s, {num_tokens / seconds:.1f} tokens/s"
+    lengths = result.accept_lengths
+    if lengths is not None and (lengths > 0).any():
+        line += f", mean accept length {lengths[lengths > 0].float().mean():.2f}"
+    return line
+
+
+def _explain(arguments: argparse.Namespace) -> int:
+    from glm_compile.checkpoint import load_structure
+
+    model, mtp = load_structure(arguments.model)
+    report = glm_compile.explain(
+        model,
+        batch_size=arguments.batch_size,
+        query_len=arguments.query_len,
+        cache_len=arguments.cache_len,
+        cache=None if arguments.cache == "none" else arguments.cache,
+        options={"indexer_dtype": arguments.indexer_dtype},
+        mtp=None if arguments.no_mtp else mtp,
+    )
+    print(report.table())
+    if arguments.save is not None:
+        report.save(arguments.save)
+    return 0 if report.ok else 1
+
+
+def _bench(arguments: argparse.Namespace) -> int:
+    raise UnsupportedError("bench is not part of this version; tests/benchmarks measure the ops")
+
+
+def _verify_checkpoint(arguments: argparse.Namespace) -> int:
+    raise UnsupportedError(
+        "verify-checkpoint is not part of this version; glm_compile.load reports every fault of a "
+        "checkpoint before it takes memory"
+    )
