@@ -1,0 +1,393 @@
+"""Scores of the sparse-attention indexer: how much each query row wants each cached key.
+
+Shape legend: B batch, S query tokens of the step, R = B * S rows, T cached tokens, H index heads,
+D index head dim.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from glm_compile.ops import _dispatch
+from glm_compile.ops._bounds import INDEX_DTYPES, check_key_mask, check_rows, expand_key_mask
+from glm_compile.ops._library import register_op
+from glm_compile.ops.indexer_scores.reference import (
+    indexer_scores_paged_reference,
+    indexer_scores_reference,
+)
+from glm_compile.ops.paged_cache import PAGE_SIZE, check_key_pages
+from glm_compile.ops.paged_cache.reference import split_key_pages
+
+__all__ = ["indexer_scores", "indexer_scores_paged"]
+
+_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+_MAX_GRID = 65535
+
+
+def indexer_scores(
+    q_BSHD: torch.Tensor,
+    weights_BSH: torch.Tensor,
+    k_BTD: torch.Tensor,
+    lengths_BS: torch.Tensor,
+    *,
+    starts_BS: torch.Tensor | None = None,
+    key_mask: torch.Tensor | None = None,
+    softmax_scale: float | None = None,
+    backend: str | None = None,
+) -> torch.Tensor:
+    """Score contiguous keys: sum over heads of weights * relu((q . k) * softmax_scale), in fp32.
+
+    The order of the operations is transformers' own: products of the given dtype summed in fp32,
+    then the scale, relu, and the head weights, which hold H^-0.5 already. NaN stays NaN. Scores of
+    positions outside start <= p < length may be anything; those that `key_mask` forbids are -inf.
+    Deterministic; B, S and T may be symbolic or 0; the windows may change in a CUDA graph's replay.
+
+    Args:
+        q_BSHD: float32, bfloat16 or float16, any strides.
+        weights_BSH: floating, any strides; read as fp32.
+        k_BTD: q's dtype, any strides.
+        lengths_BS: int32 or int64; beyond T counts as T.
+        starts_BS: int32 or int64; None = 0.
+        key_mask: bool, broadcastable to [B, S, T]; its last axis may be longer than T.
+        softmax_scale: None = D^-0.5.
+        backend: `reference` or `triton` to force one; None takes the first that can.
+
+    Returns:
+        float32 [B, S, T], contiguous.
+
+    Raises:
+        ValueError: a dtype or shape outside the above, or a forced backend that cannot run.
+    """
+    op = "indexer_scores"
+    if q_BSHD.dim() != 4 or k_BTD.dim() != 3:
+        raise ValueError(
+            f"{op}: expected q [B, S, H, D] and k [B, T, D], got {tuple(q_BSHD.shape)} and "
+            f"{tuple(k_BTD.shape)}"
+        )
+    num_batch, num_queries, num_heads, head_dim = q_BSHD.shape
+    if q_BSHD.dtype not in _DTYPES or k_BTD.dtype != q_BSHD.dtype:
+        raise ValueError(
+            f"{op}: q and k must share float32, bfloat16 or float16, got {q_BSHD.dtype} and "
+            f"{k_BTD.dtype}"
+        )
+    if k_BTD.shape[0] != num_batch or k_BTD.shape[2] != head_dim:
+        raise ValueError(f"{op}: k must be [{num_batch}, T, {head_dim}], got {tuple(k_BTD.shape)}")
+    if tuple(weights_BSH.shape) != (num_batch, num_queries, num_heads):
+        raise ValueError(
+            f"{op}: weights must be [{num_batch}, {num_queries}, {num_heads}], got "
+            f"{tuple(weights_BSH.shape)}"
+        )
+    check_rows(op, "lengths", lengths_BS, (num_batch, num_queries))
+    check_rows(op, "starts", starts_BS, (num_batch, num_queries))
+    check_key_mask(op, key_mask, num_batch, num_queries, k_BTD.shape[1])
+    return _op(
+        q_BSHD,
+        weights_BSH,
+        k_BTD,
+        lengths_BS,
+        starts_BS,
+        key_mask,
+        head_dim**-0.5 if softmax_scale is None else softmax_scale,
+        backend or "",
+    )
+
+
+def indexer_scores_paged(
+    q_fp8_RHD: torch.Tensor,
+    weights_RH: torch.Tensor,
+    key_pages: torch.Tensor,
+    block_table: torch.Tensor,
+    lengths_R: torch.Tensor,
+    max_len: int,
+    *,
+    starts_R: torch.Tensor | None = None,
+    key_mask: torch.Tensor | None = None,
+    rows_per_sequence: int = 1,
+    backend: str | None = None,
+) -> torch.Tensor:
+    """Score the keys of pages: key scale * sum over heads of weights * relu(q . k), in fp32.
+
+    The weights hold every other factor: gate * D^-0.5 * H^-0.5 * q scale. All rows of a sequence
+    read a key once. NaN, windows, `key_mask`, determinism and sizes are as for `indexer_scores`; a
+    position without a page (beyond the table, or a negative entry) scores -inf.
+
+    Args:
+        q_fp8_RHD: float8_e4m3fn for FP8 pages, else the pages' dtype; any strides.
+        weights_RH: floating, any strides; read as fp32.
+        key_pages: uint8 [pages, 64 * (D + 4)] (64 rows of e4m3 values, then 64 fp32 scales), or
+            float32, bfloat16 or float16 [pages, 64, D].
+        block_table: int32 or int64 [B, P], B * rows_per_sequence = R.
+        lengths_R: int32 or int64; beyond max_len counts as max_len.
+        max_len: T, the positions to score.
+        starts_R: int32 or int64; None = 0.
+        key_mask: bool, broadcastable to [B, rows_per_sequence, T]; its last axis may be longer.
+        rows_per_sequence: rows that share a line of the block table.
+        backend: `reference` or `triton` to force one; None takes the first that can.
+
+    Returns:
+        float32 [R, max_len], contiguous.
+
+    Raises:
+        ValueError: a dtype or shape outside the above, or a forced backend that cannot run.
+    """
+    op = "indexer_scores_paged"
+    if q_fp8_RHD.dim() != 3:
+        raise ValueError(f"{op}: q must be [R, H, D], got shape {tuple(q_fp8_RHD.shape)}")
+    num_rows, num_heads, head_dim = q_fp8_RHD.shape
+    _check_pages(op, q_fp8_RHD.dtype, key_pages, head_dim)
+    if block_table.dtype not in INDEX_DTYPES or block_table.dim() != 2:
+        raise ValueError(
+            f"{op}: block_table must be int32 or int64 [B, pages], got {block_table.dtype} "
+            f"{tuple(block_table.shape)}"
+        )
+    if block_table.shape[0] * rows_per_sequence != num_rows:
+        raise ValueError(
+            f"{op}: {block_table.shape[0]} sequences of {rows_per_sequence} rows expected, got "
+            f"{num_rows} rows"
+        )
+    if tuple(weights_RH.shape) != (num_rows, num_heads):
+        raise ValueError(
+            f"{op}: weights must be [{num_rows}, {num_heads}], got {tuple(weights_RH.shape)}"
+        )
+    check_rows(op, "lengths", lengths_R, (num_rows,))
+    check_rows(op, "starts", starts_R, (num_rows,))
+    check_key_mask(op, key_mask, block_table.shape[0], rows_per_sequence, max_len)
+    return _paged_op(
+        q_fp8_RHD,
+        weights_RH,
+        key_pages,
+        block_table,
+        lengths_R,
+        max_len,
+        starts_R,
+        key_mask,
+        rows_per_sequence,
+        backend or "",
+    )
+
+
+def _check_pages(op: str, q_dtype: torch.dtype, key_pages: torch.Tensor, head_dim: int) -> None:
+    if key_pages.shape[0] == 0:
+        raise ValueError(f"{op}: key_pages must hold at least one page")
+    if key_pages.dtype == torch.uint8:
+        if q_dtype != torch.float8_e4m3fn:
+            raise ValueError(f"{op}: FP8 key pages need a float8_e4m3fn q, got {q_dtype}")
+        check_key_pages(op, key_pages, head_dim)
+        return
+    if key_pages.dtype not in _DTYPES or key_pages.dtype != q_dtype:
+        raise ValueError(
+            f"{op}: key_pages must be uint8, or float32, bfloat16 or float16 as q, got "
+            f"{key_pages.dtype} pages and a {q_dtype} q"
+        )
+    if tuple(key_pages.shape[1:]) != (PAGE_SIZE, head_dim):
+        raise ValueError(
+            f"{op}: key_pages must be [pages, {PAGE_SIZE}, {head_dim}], got "
+            f"{tuple(key_pages.shape)}"
+        )
+
+
+def _why_not_triton(q: torch.Tensor, num_batch: int, num_queries: int, num_keys: int) -> str | None:
+    if max(num_batch, num_queries) > _MAX_GRID:
+        return f"more than {_MAX_GRID} sequences or rows of one: {num_batch}, {num_queries}"
+    if num_keys >= 2**31 - 2**14:
+        return f"positions do not fit 32 bits: {num_keys}"
+    if q.is_cuda and q.dtype == torch.float8_e4m3fn:
+        capability = torch.cuda.get_device_capability(q.device)
+        if capability < (8, 9):
+            return f"FP8 needs compute capability 8.9, got {capability[0]}.{capability[1]}"
+    return _dispatch.why_no_triton(q)
+
+
+def _why_no_contiguous_triton(
+    q_BSHD: torch.Tensor, weights: torch.Tensor, k_BTD: torch.Tensor, *_rest: Any
+) -> str | None:
+    return _why_not_triton(q_BSHD, q_BSHD.shape[0], q_BSHD.shape[1], k_BTD.shape[1])
+
+
+def _why_no_paged_triton(
+    q_RHD: torch.Tensor,
+    weights: torch.Tensor,
+    key_pages: torch.Tensor,
+    block_table: torch.Tensor,
+    lengths: torch.Tensor,
+    max_len: int,
+    starts: torch.Tensor | None,
+    key_mask: torch.Tensor | None,
+    rows_per_sequence: int,
+) -> str | None:
+    return _why_not_triton(q_RHD, block_table.shape[0], rows_per_sequence, max_len)
+
+
+def _run_contiguous_triton(
+    q_BSHD: torch.Tensor,
+    weights_BSH: torch.Tensor,
+    k_BTD: torch.Tensor,
+    lengths_BS: torch.Tensor,
+    starts_BS: torch.Tensor | None,
+    key_mask: torch.Tensor | None,
+    softmax_scale: float,
+) -> torch.Tensor:
+    from glm_compile.ops.indexer_scores.triton_kernel import indexer_scores_triton
+
+    num_keys = k_BTD.shape[1]
+    return indexer_scores_triton(
+        _with_contiguous_rows(q_BSHD),
+        weights_BSH,
+        _with_contiguous_rows(k_BTD),
+        lengths_BS,
+        starts_BS,
+        _expand(key_mask, q_BSHD.shape[0], q_BSHD.shape[1], num_keys),
+        softmax_scale,
+        max_len=num_keys,
+    )
+
+
+def _run_paged_triton(
+    q_RHD: torch.Tensor,
+    weights_RH: torch.Tensor,
+    key_pages: torch.Tensor,
+    block_table: torch.Tensor,
+    lengths_R: torch.Tensor,
+    max_len: int,
+    starts_R: torch.Tensor | None,
+    key_mask: torch.Tensor | None,
+    rows_per_sequence: int,
+) -> torch.Tensor:
+    from glm_compile.ops.indexer_scores.triton_kernel import indexer_scores_triton
+
+    rows = (block_table.shape[0], rows_per_sequence)
+    keys, scales = key_pages, None
+    if key_pages.dtype == torch.uint8:
+        keys, scales = split_key_pages(key_pages, q_RHD.shape[2])
+    return indexer_scores_triton(
+        _with_contiguous_rows(q_RHD).unflatten(0, rows),
+        weights_RH.unflatten(0, rows),
+        _with_contiguous_rows(keys),
+        lengths_R.unflatten(0, rows),
+        None if starts_R is None else starts_R.unflatten(0, rows),
+        _expand(key_mask, *rows, max_len),
+        1.0,
+        max_len=max_len,
+        scales=scales,
+        block_table=block_table,
+    ).view(-1, max_len)
+
+
+def _with_contiguous_rows(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor if tensor.stride(-1) == 1 else tensor.contiguous()
+
+
+def _expand(
+    key_mask: torch.Tensor | None, num_batch: int, num_queries: int, num_keys: int
+) -> torch.Tensor | None:
+    if key_mask is None:
+        return None
+    return expand_key_mask(key_mask, num_batch, num_queries, num_keys)
+
+
+_BACKENDS = (
+    _dispatch.Backend("triton", _why_no_contiguous_triton, _run_contiguous_triton),
+    _dispatch.Backend("reference", _dispatch.always, indexer_scores_reference),
+)
+_PAGED_BACKENDS = (
+    _dispatch.Backend("triton", _why_no_paged_triton, _run_paged_triton),
+    _dispatch.Backend("reference", _dispatch.always, indexer_scores_paged_reference),
+)
+
+
+def _indexer_scores(
+    q_BSHD: torch.Tensor,
+    weights_BSH: torch.Tensor,
+    k_BTD: torch.Tensor,
+    lengths_BS: torch.Tensor,
+    starts_BS: torch.Tensor | None,
+    key_mask: torch.Tensor | None,
+    softmax_scale: float,
+    backend: str,
+) -> torch.Tensor:
+    return _dispatch.run(
+        "indexer_scores",
+        _BACKENDS,
+        backend or None,
+        q_BSHD,
+        weights_BSH,
+        k_BTD,
+        lengths_BS,
+        starts_BS,
+        key_mask,
+        softmax_scale,
+    )
+
+
+def _indexer_scores_fake(
+    q_BSHD: torch.Tensor,
+    weights_BSH: torch.Tensor,
+    k_BTD: torch.Tensor,
+    lengths_BS: torch.Tensor,
+    starts_BS: torch.Tensor | None,
+    key_mask: torch.Tensor | None,
+    softmax_scale: float,
+    backend: str,
+) -> torch.Tensor:
+    shape = (q_BSHD.shape[0], q_BSHD.shape[1], k_BTD.shape[1])
+    return q_BSHD.new_empty(shape, dtype=torch.float32)
+
+
+def _indexer_scores_paged(
+    q_RHD: torch.Tensor,
+    weights_RH: torch.Tensor,
+    key_pages: torch.Tensor,
+    block_table: torch.Tensor,
+    lengths_R: torch.Tensor,
+    max_len: int,
+    starts_R: torch.Tensor | None,
+    key_mask: torch.Tensor | None,
+    rows_per_sequence: int,
+    backend: str,
+) -> torch.Tensor:
+    return _dispatch.run(
+        "indexer_scores_paged",
+        _PAGED_BACKENDS,
+        backend or None,
+        q_RHD,
+        weights_RH,
+        key_pages,
+        block_table,
+        lengths_R,
+        max_len,
+        starts_R,
+        key_mask,
+        rows_per_sequence,
+    )
+
+
+def _indexer_scores_paged_fake(
+    q_RHD: torch.Tensor,
+    weights_RH: torch.Tensor,
+    key_pages: torch.Tensor,
+    block_table: torch.Tensor,
+    lengths_R: torch.Tensor,
+    max_len: int,
+    starts_R: torch.Tensor | None,
+    key_mask: torch.Tensor | None,
+    rows_per_sequence: int,
+    backend: str,
+) -> torch.Tensor:
+    return q_RHD.new_empty((q_RHD.shape[0], max_len), dtype=torch.float32)
+
+
+_op = register_op(
+    "indexer_scores(Tensor q_BSHD, Tensor weights_BSH, Tensor k_BTD, Tensor lengths_BS, "
+    "Tensor? starts_BS, Tensor? key_mask, float softmax_scale, str backend) -> Tensor",
+    _indexer_scores,
+    _indexer_scores_fake,
+)
+_paged_op = register_op(
+    "indexer_scores_paged(Tensor q_RHD, Tensor weights_RH, Tensor key_pages, Tensor block_table, "
+    "Tensor lengths_R, SymInt max_len, Tensor? starts_R, Tensor? key_mask, "
+    "SymInt rows_per_sequence, str backend) -> Tensor",
+    _indexer_scores_paged,
+    _indexer_scores_paged_fake,
+)
