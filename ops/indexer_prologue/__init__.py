@@ -216,34 +216,9 @@ _BACKENDS_FP8 = (
 )
 
 
-def _indexer_prologue(
-    q_BSHD: torch.Tensor,
-    k_BSD: torch.Tensor,
-    gates_BSH: torch.Tensor,
-    norm_weight_D: torch.Tensor,
-    norm_bias_D: torch.Tensor,
-    norm_eps: float,
-    cos_BSP: torch.Tensor,
-    sin_BSP: torch.Tensor,
-    interleaved: bool,
-    gate_scale: float,
-    backend: str,
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    return _dispatch.run(
-        "indexer_prologue",
-        _BACKENDS,
-        backend,
-        q_BSHD,
-        k_BSD,
-        gates_BSH,
-        norm_weight_D,
-        norm_bias_D,
-        norm_eps,
-        cos_BSP,
-        sin_BSP,
-        interleaved,
-        gate_scale,
-    )
+def _indexer_prologue(*args: Any) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    *call, backend = args
+    return _dispatch.run("indexer_prologue", _BACKENDS, backend, *call)
 
 
 def _indexer_prologue_fake(
@@ -266,40 +241,9 @@ def _indexer_prologue_fake(
     )
 
 
-def _indexer_prologue_fp8(
-    q_BSHD: torch.Tensor,
-    k_BSD: torch.Tensor,
-    gates_BSH: torch.Tensor,
-    norm_weight_D: torch.Tensor,
-    norm_bias_D: torch.Tensor,
-    norm_eps: float,
-    cos_BSP: torch.Tensor,
-    sin_BSP: torch.Tensor,
-    interleaved: bool,
-    gate_scale: float,
-    key_pages: torch.Tensor,
-    block_table: torch.Tensor,
-    lengths_B: torch.Tensor,
-    backend: str,
-) -> tuple[torch.Tensor, torch.Tensor]:
-    return _dispatch.run(
-        "indexer_prologue_fp8",
-        _BACKENDS_FP8,
-        backend,
-        q_BSHD,
-        k_BSD,
-        gates_BSH,
-        norm_weight_D,
-        norm_bias_D,
-        norm_eps,
-        cos_BSP,
-        sin_BSP,
-        interleaved,
-        gate_scale,
-        key_pages,
-        block_table,
-        lengths_B,
-    )
+def _indexer_prologue_fp8(*args: Any) -> tuple[torch.Tensor, torch.Tensor]:
+    *call, backend = args
+    return _dispatch.run("indexer_prologue_fp8", _BACKENDS_FP8, backend, *call)
 
 
 def _indexer_prologue_fp8_fake(

@@ -106,9 +106,10 @@ def test_indexed_attention_is_close_to_float64(eager):
         torch.testing.assert_close(output[b, :, s].double(), expected, rtol=1e-5, atol=1e-6)
 
 
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
 @pytest.mark.parametrize("eager", [False, True])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_rows_without_a_valid_key_are_zero(eager, dtype):
+def test_rows_without_a_valid_key_are_zero(eager, dtype, device):
     q, k, v = _qkv(dtype=dtype)
     topk = torch.zeros(2, 5, 3, dtype=torch.int32)
     topk[0, 0] = -1  # nothing selected
@@ -118,7 +119,8 @@ def test_rows_without_a_valid_key_are_zero(eager, dtype):
     starts[1, 1] = 4  # an empty range
     key_mask = torch.ones(2, 5, 11, dtype=torch.bool)
     key_mask[1, 4] = False
-    output = indexed_attention(q, k, v, topk, lengths, starts, key_mask, scale=SCALE, eager=eager)
+    arguments = [x.to(device) for x in (q, k, v, topk, lengths, starts, key_mask)]
+    output = indexed_attention(*arguments, scale=SCALE, eager=eager).cpu()
     empty = torch.zeros(2, 5, dtype=torch.bool)
     for row in ((0, 0), (0, 1), (0, 2), (0, 3), (1, 1), (1, 4)):
         empty[row] = True

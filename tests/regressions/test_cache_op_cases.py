@@ -8,6 +8,7 @@ from __future__ import annotations
 import pytest
 import torch
 
+from glm_compile.ops.indexer_prologue import indexer_prologue_fp8
 from glm_compile.ops.paged_cache import (
     key_page_bytes,
     paged_gather,
@@ -15,6 +16,7 @@ from glm_compile.ops.paged_cache import (
     paged_write,
     paged_write_fp8,
 )
+from tests.ops.test_indexer_prologue import make_inputs
 
 
 def test_cache_1_token_t_is_in_page_t_div_64_row_t_mod_64():
@@ -59,17 +61,27 @@ def test_fp8_1_quiet_keys_have_a_finite_positive_scale(dtype, value):
     torch.testing.assert_close(rows[0, 5], keys[0, 0].float(), rtol=0.07, atol=1e-8)
 
 
-def test_int_1_last_pages_of_a_cache_beyond_32_bits():
-    """Page 254,201 begins past 2^31 bytes: only the pages written are touched, lazily mapped."""
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+def test_int_1_last_pages_of_a_cache_beyond_32_bits(device):
+    """Page 254,201 begins past 2^31 bytes. Only the pages written are touched, lazily mapped."""
     num_pages = 254_210
-    pages = torch.empty(num_pages, 8448, dtype=torch.uint8)
+    pages = torch.empty(num_pages, 8448, dtype=torch.uint8, device=device)
     assert pages.numel() > 2**31
-    table = torch.tensor([[num_pages - 1]], dtype=torch.int32)
-    keys = torch.randn(1, 64, 128)
-    paged_write_fp8(pages, keys, table, torch.tensor([0]))
+    table = torch.tensor([[num_pages - 1]], dtype=torch.int32, device=device)
+    lengths = torch.tensor([0], device=device)
+    keys = torch.randn(1, 64, 128, device=device)
+    paged_write_fp8(pages, keys, table, lengths)
     rows = paged_gather_fp8(pages, table, 64, head_dim=128, dtype=torch.float32)
     torch.testing.assert_close(rows, keys, rtol=0.07, atol=0.02)
     latents = pages.view(torch.bfloat16).view(num_pages, 64, 66)
-    new = torch.randn(1, 64, 66).bfloat16()
-    paged_write(latents, new, table, torch.tensor([0]))
+    new = torch.randn(1, 64, 66, device=device).bfloat16()
+    paged_write(latents, new, table, lengths)
     assert torch.equal(paged_gather(latents, table, 64), new)
+
+    inputs = make_inputs(B=1, S=64)
+    inputs = [x.to(device) if isinstance(x, torch.Tensor) else x for x in inputs]
+    rest = {"gate_scale": 1.0, "lengths_B": lengths}
+    indexer_prologue_fp8(*inputs, key_pages=pages, block_table=table, **rest)
+    few = torch.empty(1, 8448, dtype=torch.uint8, device=device)
+    indexer_prologue_fp8(*inputs, key_pages=few, block_table=torch.zeros_like(table), **rest)
+    assert torch.equal(pages[-1], few[0])
