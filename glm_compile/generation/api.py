@@ -25,6 +25,15 @@ from glm_compile.generation.request import (
 )
 from glm_compile.generation.steps import Steps, unwrap_compiled
 
+# Arguments of transformers' `generate` that a custom_generate never sees, or a cache to go on from.
+_UNSUPPORTED_ARGUMENTS = (
+    "assistant_model",
+    "negative_prompt_ids",
+    "negative_prompt_attention_mask",
+    "cache",
+    "past_key_values",
+)
+
 
 def generate(
     model: Any,
@@ -119,7 +128,7 @@ def generate(
     generation_config, stopping_criteria = _take_stop_strings(
         plain_model, generation_config, stopping_criteria, generate_kwargs
     )
-    for name in ("assistant_model", "negative_prompt_ids", "negative_prompt_attention_mask"):
+    for name in _UNSUPPORTED_ARGUMENTS:
         if generate_kwargs.pop(name, None) is not None:
             raise ValueError(f"generate: {name} is not supported")
     if generate_kwargs.pop("synced_gpus", None):

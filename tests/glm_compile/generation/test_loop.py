@@ -202,7 +202,7 @@ def test_prompts_in_chunks(model: Any) -> None:
         assert torch.equal(chunked.accept_lengths, whole.accept_lengths)
 
 
-# -- the caches behind it ---------------------------------------------------------------------------
+# -- the caches behind it ----------------------------------------------------------------------
 
 
 def capture_loop(monkeypatch: pytest.MonkeyPatch, *call: Any, **kwargs: Any) -> DecodingLoop:
@@ -268,7 +268,7 @@ def test_caches_equal_ones_rebuilt_from_scratch(
 def test_the_drafts_equal_ones_made_from_scratch(
     model: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Hidden states, positions and the seed of the draft steps, against the layer on the whole text."""
+    """Hidden states, positions and seed of the draft steps, against the layer on the whole text."""
     ids = prompt_of(13)
     mtp = random_mtp(model)
     loop = capture_loop(monkeypatch, model, ids, mtp, num_draft_tokens=4)

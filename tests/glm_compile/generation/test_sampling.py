@@ -46,7 +46,7 @@ def test_probabilities_are_float32() -> None:
 def _samples(
     target_logits: torch.Tensor, draft_logits: torch.Tensor, num_samples: int, num_drafts: int
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Blocks of independent positions: row s has the same target distribution whatever came before."""
+    """Blocks of independent positions: the target is the same whatever came before."""
     p = probabilities(target_logits).expand(num_samples, num_drafts + 1, -1)
     q = probabilities(draft_logits).expand(num_samples, num_drafts, -1)
     return reject(p, q, draw(q))
