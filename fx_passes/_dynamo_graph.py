@@ -252,10 +252,12 @@ class WriteLog:
                 if key is not None:
                     self._writes.setdefault(key, []).append(node)
 
-    def writer_between(self, node: fx.Node, first: int, last: int) -> fx.Node | None:
-        """First node strictly between two places that writes the memory of `node`'s value."""
+    def writers_between(self, node: fx.Node, first: int, last: int) -> list[fx.Node]:
+        """Nodes strictly between two places that write the memory of `node`'s value, in order."""
         key = storage_key(node)
-        for writer in self._writes.get(key, ()) if key is not None else ():
-            if first < self.order[writer] < last:
-                return writer
-        return None
+        writers = self._writes.get(key, []) if key is not None else []
+        return [writer for writer in writers if first < self.order[writer] < last]
+
+    def writer_between(self, node: fx.Node, first: int, last: int) -> fx.Node | None:
+        """The first of `writers_between`, or None."""
+        return next(iter(self.writers_between(node, first, last)), None)

@@ -414,10 +414,13 @@ def _neg(ev: Evaluator, node: fx.Node) -> Value:
     return value * -1 if isinstance(value, Lin) else _on_floats(value, Number(0), lambda x, _: -x)
 
 
+def _as_number(value: Value) -> Value:
+    """A constant integer as a float constant; anything else as it is."""
+    return Number(float(value.const)) if isinstance(value, Lin) and value.is_const else value
+
+
 def _on_floats(left: Value, right: Value, apply: Callable[[float, float], float]) -> Value:
-    left, right = (
-        Number(float(v.const)) if isinstance(v, Lin) and v.is_const else v for v in (left, right)
-    )
+    left, right = _as_number(left), _as_number(right)
     if isinstance(left, Number) and isinstance(right, Number):
         return Number(apply(left.value, right.value))
     if isinstance(left, Two) and isinstance(right, Number):
@@ -471,8 +474,8 @@ def _order(ev: Evaluator, node: fx.Node) -> Value:
 @_handles("eq", "ne", "not_equal")
 def _equal(ev: Evaluator, node: fx.Node) -> Value:
     left, right = ev.two(node)
-    if isinstance(left, Two) and isinstance(right, Lin) and right.is_const:
-        right = Number(float(right.const))
+    if isinstance(left, Two):
+        right = _as_number(right)
     result: Value
     if isinstance(left, Two) and isinstance(right, Number) and left.yes != left.no:
         if right.value == left.yes:
@@ -536,11 +539,7 @@ def _select(cond: Bool, yes: Value, no: Value, dtype: torch.dtype | None) -> Val
         if no == TRUE and yes == FALSE:
             return negate(cond)
         raise Unknown
-    numbers = [
-        float(v.const) if isinstance(v, Lin) and v.is_const else v.value
-        for v in (yes, no)
-        if (isinstance(v, Lin) and v.is_const) or isinstance(v, Number)
-    ]
+    numbers = [n.value for n in map(_as_number, (yes, no)) if isinstance(n, Number)]
     if len(numbers) == 2 and dtype is not None and dtype.is_floating_point:
         return Two(cond, numbers[0], numbers[1])
     if isinstance(yes, Two) and len(numbers) == 1 and numbers[0] == yes.no:
@@ -615,10 +614,10 @@ def _getitem(ev: Evaluator, node: fx.Node) -> Value:
         items += [slice(None)] * (len(shape) - consumed)
 
     gathers = [i for i, item in enumerate(items) if isinstance(item, fx.Node | int)]
-    tensors = [i for i in gathers if isinstance(items[i], fx.Node)]
-    if any(_dtype_of(items[i]) not in (torch.int64, torch.int32) for i in tensors):
+    tensors = [item for item in items if isinstance(item, fx.Node)]
+    if any(_dtype_of(item) not in (torch.int64, torch.int32) for item in tensors):
         raise Unknown
-    gathered_rank = max((len(shape_of(items[i]) or ()) for i in tensors), default=0)
+    gathered_rank = max((len(shape_of(item) or ()) for item in tensors), default=0)
     adjacent = not gathers or gathers == list(range(gathers[0], gathers[-1] + 1))
     mapping: list[Entry] = []
     out = 0 if not tensors or adjacent else gathered_rank
@@ -724,8 +723,8 @@ def _permute(ev: Evaluator, node: fx.Node) -> Value:
     rank = len(_source_shape(node))
     order = list(range(rank))
     if op_name(node) == "permute":
-        dims = node.args[1:] if isinstance(node.args[1], int) else node.args[1]
-        order = [d % rank for d in dims]  # type: ignore[union-attr, operator]
+        dims: Any = node.args[1:] if isinstance(node.args[1], int) else node.args[1]
+        order = [d % rank for d in dims]
     elif op_name(node) == "t":
         order = order[::-1]
     else:
@@ -741,7 +740,7 @@ def _permute(ev: Evaluator, node: fx.Node) -> Value:
 @_handles("glm::causal_mask")
 def _causal_mask(ev: Evaluator, node: fx.Node) -> Value:
     lengths, starts, key_mask, _num_queries, _num_keys, dtype = node.args
-    shape = shape_of(node) or ()
+    shape: tuple[Any, ...] = shape_of(node) or ()
     at_batch = Entry(None, 0) if is_one(shape[0]) else Entry(0)
     query = Lin(axes=() if is_one(shape[2]) else ((2, 1),))
     key = Lin(axes=() if is_one(shape[3]) else ((3, 1),))

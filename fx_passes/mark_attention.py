@@ -52,15 +52,12 @@ def mark_attention(graph_module: fx.GraphModule) -> PassResult:
     specialize_module_floats(graph_module)
     writes = WriteLog(graph)
     for node in list(graph.nodes):
-        if node.target is torch._C._nn.scaled_dot_product_attention:
-            match = _match_sdpa
-        elif op_name(node) == "softmax" and _is_attention_softmax(node):
-            match = _match_eager
-        else:
+        is_sdpa = node.target is torch._C._nn.scaled_dot_product_attention
+        if not is_sdpa and not _is_attention_softmax(node):
             continue
         where = module_path(node) or node.name
         try:
-            last, arguments = match(node, writes)
+            last, arguments = _match_sdpa(node) if is_sdpa else _match_eager(node, writes)
         except No as no:
             result.declined.append(Declined(where, str(no)))
             continue
@@ -76,7 +73,7 @@ def mark_attention(graph_module: fx.GraphModule) -> PassResult:
     return result
 
 
-def _match_sdpa(node: fx.Node, _writes: WriteLog) -> tuple[fx.Node, tuple[Any, ...]]:
+def _match_sdpa(node: fx.Node) -> tuple[fx.Node, tuple[Any, ...]]:
     q, k, v = (argument(node, i, name) for i, name in enumerate(("query", "key", "value")))
     mask = argument(node, 3, "attn_mask")
     if argument(node, 4, "dropout_p", 0.0) != 0:
@@ -95,7 +92,7 @@ def _match_sdpa(node: fx.Node, _writes: WriteLog) -> tuple[fx.Node, tuple[Any, .
 
 def _is_attention_softmax(node: fx.Node) -> bool:
     """A softmax over [B, A, S, T] that two matmuls could surround."""
-    return len(shape_of(node) or ()) == 4
+    return op_name(node) == "softmax" and len(shape_of(node) or ()) == 4
 
 
 def _match_eager(node: fx.Node, writes: WriteLog) -> tuple[fx.Node, tuple[Any, ...]]:

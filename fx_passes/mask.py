@@ -228,6 +228,11 @@ class _Prover:
                     f"where(mask, a, b): not 0 / minimum but {value.yes:g} / {value.no:g} "
                     f"({_readable(base)})"
                 )
+            for node in self.evaluator.used(base):
+                if (_dtype(node) or torch.bool).is_floating_point and (
+                    writer := self.writes.writer_between(node, self.writes.order[node], max(uses))
+                ):
+                    raise No(f"{node} is written in place by {op_name(writer)}")
             condition = value.cond
         elif isinstance(value, Bool):
             condition = value
@@ -235,7 +240,7 @@ class _Prover:
             raise No(f"{_readable(base)} is a mask of {_dtype(base)}: expected bool or float")
 
         try:
-            reading = _read_off(condition, len(shape_of(base) or ()))
+            reading = _read_off(condition, len(_shape(base)))
             self._check_fresh(base, reading, max(uses))
         except No as no:
             built = self._build_bounds(group[0], uses, isinstance(value, Two))
@@ -269,7 +274,7 @@ class _Prover:
     def _build_proven(self, consumer: _Consumer, reading: _Reading) -> Bounds:
         base = consumer.base
         builder = _Builder(self, base, self._place_after(base))
-        rank = len(shape_of(base) or ())
+        rank = len(_shape(base))
         to_rows = {rank - 2: 1} if rank == 2 else {0: 0, rank - 2: 1}
         sizes = (consumer.batch, consumer.queries)
         lengths = builder.rows(reading.lengths, torch.minimum, to_rows, sizes)
@@ -292,32 +297,29 @@ class _Prover:
     def _build_bounds(self, consumer: _Consumer, uses: list[int], is_float: bool) -> Bounds:
         """Lengths from the mask's data; the mask itself is the key mask."""
         base, order = consumer.base, self.writes.order
-        rank = len(shape_of(base) or ())
-        if rank == 4 and not is_one((shape_of(base) or ())[1]):
+        rank = len(_shape(base))
+        if rank == 4 and not is_one(_shape(base)[1]):
             raise No(f"{_readable(base)} differs between heads")
         if writer := self.writes.writer_between(base, min(uses), max(uses)):
             raise No(f"{base} is written in place by {op_name(writer)} between its uses")
         place = self._place_after(base)
-        key = storage_key(base)
-        for node in self.graph.nodes:
-            if node in order and order[base] < order[node] < min(uses):
-                written = self.writes.writer_between(base, order[node] - 1, order[node] + 1)
-                if written is node and key is not None:
-                    place = node.next
+        for writer in self.writes.writers_between(base, order[base], min(uses)):
+            place = writer.next
         builder = _Builder(self, base, place)
         mask = base
         if is_float:
-            mask = _condition(base) or builder.call(torch.eq, base, 0)
+            condition = _condition(base)
+            if condition is None or self.writes.writer_between(condition, -1, max(uses)):
+                condition = builder.call(torch.eq, base, 0)
+            mask = condition
         if rank == 4:
             mask = builder.call("select", mask, 1, 0)
         elif rank == 2:
             mask = builder.call("unsqueeze", mask, 0)
-        num_keys = (shape_of(mask) or ())[-1]
+        num_keys = _shape(mask)[2]
+        end: Any = num_keys + 1
         if not isinstance(num_keys, int):
-            num_keys = builder.call("size", mask, 2)
-            end = builder.call(operator.add, num_keys, 1)
-        else:
-            end = num_keys + 1
+            end = builder.call(operator.add, builder.call("size", mask, 2), 1)
         device = example_value(base).device
         positions = builder.call(torch.arange, 1, end, dtype=torch.int32, device=device)
         last = builder.call(torch.amax, builder.call(torch.mul, mask, positions), -1)
@@ -426,7 +428,7 @@ class _Builder:
 
     def expand(self, rows: fx.Node, sizes: tuple[Any, Any]) -> fx.Node:
         """int32 [B, S], contiguous, in memory of its own."""
-        rank = len(shape_of(self.base) or ())
+        rank = len(_shape(self.base))
         batch, queries = self.size(sizes[0], 0), self.size(sizes[1], rank - 2)
         wide = self.call("expand", rows, batch, queries)
         return self.call("contiguous", self.call("to", wide, torch.int32))
@@ -444,7 +446,7 @@ class _Builder:
 
     def _evaluate(self, form: Lin, axes: dict[int, int], sizes: tuple[Any, Any]) -> fx.Node:
         device = example_value(self.base).device
-        rank = len(shape_of(self.base) or ())
+        rank = len(_shape(self.base))
         # Row numbers come first, so that the sum is a tensor even if everything else is a number.
         total: fx.Node | None = None
         for axis, factor in form.axes:
@@ -487,7 +489,7 @@ class _Builder:
             size = sizes[target]
             if size is not None and (entry.offset or str(size) != str(shape[dim])):
                 # A leaf may be longer than what is read of it.
-                length = self.size(size, 0 if target == 0 else len(shape_of(self.base) or ()) - 2)
+                length = self.size(size, 0 if target == 0 else len(_shape(self.base)) - 2)
                 node = self.call("narrow", node, dim, entry.offset, length)
             targets.insert(0, target)
         if len(set(targets)) != len(targets):
@@ -610,6 +612,10 @@ def _readable(node: fx.Node) -> str:
 # --- recognising consumers -----------------------------------------------------------------------
 
 
+def _shape(node: fx.Node) -> tuple[Any, ...]:
+    return shape_of(node) or ()
+
+
 def _dtype(node: fx.Node) -> torch.dtype | None:
     value = example_value(node)
     return value.dtype if isinstance(value, torch.Tensor) else None
@@ -619,7 +625,7 @@ def _is_indexer_topk(node: fx.Node) -> bool:
     """Top-k over [B, S, T] of which only the indices are used; the router's differ in both."""
     if op_name(node) != "topk" or not node.args or not isinstance(node.args[0], fx.Node):
         return False
-    if len(shape_of(node.args[0]) or ()) != 3 or not node.users:
+    if len(_shape(node.args[0])) != 3 or not node.users:
         return False
     return all(op_name(user) == "getitem" and user.args[1] == 1 for user in node.users)
 
@@ -654,7 +660,7 @@ def _selected(evaluator: Evaluator, node: fx.Node, positive: bool) -> fx.Node | 
         if not isinstance(node.args[0], fx.Node):
             return None
         node = node.args[0]
-    if name != "scatter" or len(shape_of(node) or ()) != 3:
+    if name != "scatter" or len(_shape(node)) != 3:
         return None
     source, dim, index, fill = (
         argument(node, i, key) for i, key in enumerate(("input", "dim", "index", "value"))
@@ -701,9 +707,9 @@ def _is_lowest(fill: Any) -> bool:
 def _first_head(mask: fx.Node) -> fx.Node:
     """[B, 1, S, T] of a mask that the indexer reads as [B, S, T]."""
     source = mask.args[0] if mask.args else None
-    if not isinstance(source, fx.Node) or len(shape_of(source) or ()) != 4:
+    if not isinstance(source, fx.Node) or len(_shape(source)) != 4:
         return mask
-    if not is_one((shape_of(source) or ())[1]):
+    if not is_one(_shape(source)[1]):
         return mask
     name = op_name(mask)
     if name == "getitem":
