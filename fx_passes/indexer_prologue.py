@@ -1,14 +1,70 @@
-"""IndexerPrologue: see the class."""
+"""What lies between the indexer's projections and its scores, as one op.
+
+Targets `GlmMoeDsaIndexer.forward` and `apply_rotary_pos_emb_interleave` of transformers
+(models/glm_moe_dsa/modeling_glm_moe_dsa.py; checked with 5.20 and 5.24). Exact tier:
+
+    wq_b -> view -> rope, cat ------------------------------------> q
+    wk -> LayerNorm -> rope, cat -> (cache store) ----------------> k
+    weights_proj -> float -> * H^-0.5 ----------------------------> weights
+
+    q, k, weights = glm.indexer_prologue(wq_b's view, wk, weights_proj, norm, cos, sin)
+
+The store of k stays what it was. FP8 tier, once `indexer_topk` reads FP8 pages: the quantisation of
+q, the store of k and the folding of q's scale go in as well, and the pages are mutated in place:
+
+    q8, weights, pages' = glm.indexer_prologue_fp8(..., pages, block_table, lengths)
+
+Declines where the norm is not a LayerNorm with weight and bias, a cast or another op lies inside, q
+and k are rotated by different tables or in different ways, the gates are scaled below fp32, or
+something else reads a value that would vanish.
+
+Shape legend: B batch, S query tokens, R = B * S, H index heads, D index head dim, P rope dim.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
 from torch import fx
 
-from glm_compile.fx_passes.base import PassOptions, PassResult
+from glm_compile.fx_passes import canonical
+from glm_compile.fx_passes.base import Declined, No, PassOptions, PassResult
+from glm_compile.fx_passes.canonical import KeyStore, LayerNorm, Rope, describe
+from glm_compile.fx_passes.editing import Builder, erase_dead, first_user, hoist, refresh
+from glm_compile.fx_passes.indexer_topk import NEEDS_FP8_CACHE, check_tier, where
+
+glm = torch.ops.glm
+_SCALE_REASON = "head weights: weights_proj's output is scaled in {}, expected float32 (IDX-2)"
+
+
+@dataclass(frozen=True)
+class Prologue:
+    """One region, as the walk found it.
+
+    Attributes:
+        q, k: the rotations; `norm` the key's LayerNorm.
+        q_out, weights_out: what the scores read: q [B, S, H, D] (or its quantised form), weights.
+        gates: weights_proj's output, [B, S, H] up to a view.
+        gate_scale: constant that the gates are multiplied by.
+        store: how the new key is kept; `k_out` is the value that goes in.
+    """
+
+    q: Rope
+    k: Rope
+    norm: LayerNorm
+    q_out: fx.Node
+    k_out: fx.Node
+    weights_out: fx.Node
+    gates: fx.Node
+    gate_scale: float
+    store: KeyStore
 
 
 class IndexerPrologue:
-    """The `indexer_prologue` rewrite."""
+    """Replace each indexer's norm, rotations and head weights by one op; see the module."""
 
     name = "indexer_prologue"
 
@@ -16,4 +72,319 @@ class IndexerPrologue:
         self.options = options
 
     def __call__(self, graph_module: fx.GraphModule) -> PassResult:
-        return PassResult(self.name)
+        result = PassResult(self.name)
+        graph = graph_module.graph
+        for anchor in _anchors(graph):
+            place = where(anchor)
+            try:
+                if _is_done(anchor):
+                    continue
+                self._rewrite(graph, anchor)
+            except No as no:
+                result.declined.append(Declined(place, str(no)))
+                continue
+            result.matched.append(place)
+            result.num_matches += 1
+        if result.num_matches:
+            graph_module.recompile()
+        return result
+
+    def _rewrite(self, graph: fx.Graph, anchor: fx.Node) -> None:
+        if anchor.target is glm.masked_topk.default:
+            scores = canonical.index_scores(anchor.args[0])  # type: ignore[arg-type]
+            read = canonical.key_read(scores.k)
+            check_tier(self.options, read.kind, canonical.dtype_of(scores.q))
+            if read.kind == "paged_fp8":
+                raise No("the scores do not read the FP8 pages: indexer_topk did not match here")
+            found = _walk(scores.q, scores.weights, read.keys)
+        elif anchor.target is glm.indexer_scores.default:
+            q, weights, keys = anchor.args[:3]
+            found = _walk(q, weights, keys)  # type: ignore[arg-type]
+        else:
+            q, weights, pages = anchor.args[:3]
+            quantised = canonical.peel(q).source  # type: ignore[arg-type]
+            if _is_item(quantised, glm.fp8_quant.default, 0):
+                self._rewrite_fp8(graph, anchor, quantised)
+                return
+            found = _walk(q, weights, pages)  # type: ignore[arg-type]
+        if self.options.indexer_dtype == "fp8":
+            raise No(NEEDS_FP8_CACHE)
+        _check_no_other_users(found, [found.q_out, found.k_out, found.weights_out])
+        outputs = [found.q_out, found.k_out, found.weights_out]
+        point = _make_room(graph, found, outputs, [])
+        build = Builder(graph, point, anchor)
+        call = build.call(glm.indexer_prologue.default, *_arguments(build, found), "")
+        for i, old in enumerate(outputs):
+            _substitute(build, old, build.item(call, i))
+        refresh(graph, build.made)
+        erase_dead(graph, outputs)
+
+    def _rewrite_fp8(self, graph: fx.Graph, anchor: fx.Node, quantised: fx.Node) -> None:
+        """The region with q's quantisation and the store of k inside."""
+        _, weights, pages = anchor.args[:3]
+        quant: Any = quantised.args[0]
+        found = _walk(quant.args[0], weights, pages, quant)  # type: ignore[arg-type]
+        if found.store.kind != "paged_write_fp8":
+            raise No(NEEDS_FP8_CACHE)
+        head_dim = canonical.shape_of(found.norm.x)[-1]
+        outputs = [quantised, found.weights_out, pages]
+        _check_no_other_users(found, outputs)
+        write = found.store.node
+        arguments: dict[str, Any] = dict(write.kwargs)
+        point = _make_room(
+            graph,
+            found,
+            outputs,
+            [arguments["block_table"], arguments["lengths_B"], *arguments["_all_bases"]],
+        )
+        build = Builder(graph, point, anchor)
+        # The op multiplies by D^-0.5 itself, so that part of the graph's factor is left out here.
+        inputs = _arguments(build, found, factor=head_dim**0.5)
+        op = glm.indexer_prologue_fp8.default
+        schema_names = [argument.name for argument in op._schema.arguments]
+        call = build.call(
+            write.target,
+            op,
+            **dict(zip(schema_names, inputs)),
+            block_table=arguments["block_table"],
+            lengths_B=arguments["lengths_B"],
+            backend="",
+            **{name: arg for name, arg in arguments.items() if name.startswith("_")},
+        )
+        for i, old in enumerate(outputs):
+            _substitute(build, old, build.item(call, i))
+        refresh(graph, build.made)
+        erase_dead(graph, [*outputs, quant, write])
+
+
+def _anchors(graph: fx.Graph) -> list[fx.Node]:
+    targets = (
+        glm.masked_topk.default,
+        glm.indexer_scores.default,
+        glm.indexer_scores_paged.default,
+    )
+    return [n for n in graph.nodes if n.op == "call_function" and n.target in targets]
+
+
+def _is_item(node: Any, target: Any, index: int) -> bool:
+    return (
+        canonical.is_getitem(node)
+        and node.args[1] == index
+        and canonical.is_call(node.args[0], target)
+    )
+
+
+def _is_done(anchor: fx.Node) -> bool:
+    """Whether the queries come from the op already."""
+    if anchor.target is glm.masked_topk.default:
+        try:
+            q = canonical.index_scores(anchor.args[0]).q  # type: ignore[arg-type]
+        except No:
+            return False
+    else:
+        q = anchor.args[0]  # type: ignore[assignment]
+    source = canonical.peel(q).source
+    if not canonical.is_getitem(source):
+        return False
+    call: Any = source.args[0]
+    op = call.args[0] if "auto_functionalized" in str(call.target) else call.target
+    return op in (glm.indexer_prologue.default, glm.indexer_prologue_fp8.default)
+
+
+def _walk(q: fx.Node, weights: fx.Node, keys: fx.Node, quant: fx.Node | None = None) -> Prologue:
+    """Find the region's inputs from the operands of the scores."""
+    q_out = canonical.peel(q).source
+    if canonical.is_cast(q_out):
+        raise No(f"queries are cast to {canonical.dtype_of(q_out)} after the rotation")
+    q_rope = canonical.rope(q_out, "rope of q")
+    store = canonical.key_store(keys)
+    k_out = canonical.peel(store.new).source
+    if canonical.is_cast(k_out):
+        raise No(
+            f"index keys are cast to {canonical.dtype_of(k_out)} before they are stored, expected "
+            f"{canonical.dtype_of(k_out.args[0])}"  # type: ignore[arg-type]
+        )
+    k_rope = canonical.rope(k_out, "rope of k")
+    for label, a, b in (("cos", q_rope.cos, k_rope.cos), ("sin", q_rope.sin, k_rope.sin)):
+        if a is not b:
+            raise No(f"rope: different {label} for q ({describe(a)}) and k ({describe(b)})")
+    if q_rope.interleaved != k_rope.interleaved:
+        kinds = {True: "interleaved", False: "half-split"}
+        raise No(
+            f"rope: q is rotated {kinds[q_rope.interleaved]} and k {kinds[k_rope.interleaved]}"
+        )
+    normed = canonical.peel(k_rope.x).source
+    norm = canonical.layer_norm(normed, "k_norm")
+    _no_cast(norm.x, "wk and k_norm")
+    _no_cast(q_rope.x, "wq_b and the rotation")
+    gates, gate_scale, weights_out = _gates(weights, quant)
+    q_dtype, k_dtype = canonical.dtype_of(q_rope.x), canonical.dtype_of(norm.x)
+    if q_dtype != k_dtype:
+        raise No(f"q is {q_dtype} and k {k_dtype}, expected one dtype")
+    found = Prologue(q_rope, k_rope, norm, q_out, k_out, weights_out, gates, gate_scale, store)
+    if weights_out is gates or weights_out not in _after(gates):
+        raise No("head weights are weights_proj's output as it is, expected a cast or a factor")
+    _check_shapes(found, weights)
+    return found
+
+
+def _after(node: fx.Node) -> set[fx.Node]:
+    """All that depends on a node."""
+    seen: set[fx.Node] = set()
+    front = list(node.users)
+    while front:
+        current = front.pop()
+        if current not in seen:
+            seen.add(current)
+            front.extend(current.users)
+    return seen
+
+
+def _no_cast(node: fx.Node, between: str) -> None:
+    source = canonical.peel(node).source
+    if canonical.is_cast(source):
+        chain = canonical.peel(source, casts=True).casts
+        route = " -> ".join(str(dtype).removeprefix("torch.") for dtype in chain)
+        raise No(f"extra cast between {between} ({route})")
+
+
+def _gates(weights: fx.Node, quant: fx.Node | None) -> tuple[fx.Node, float, fx.Node]:
+    """(weights_proj's output, its constant factor, the value that the op's weights replace)."""
+    node = weights
+    if quant is not None:
+        # weights * q scale, the scale as fp32 [R, H].
+        node = canonical.peel(weights).source
+        if not canonical.is_call(node, torch.ops.aten.mul.Tensor):
+            raise No(f"head weights of the FP8 scores come from {describe(node)}")
+        operands = list(node.args[:2])
+        others = [
+            o
+            for o in operands
+            if not (
+                isinstance(o, fx.Node)
+                and _is_item(canonical.peel(o).source, glm.fp8_quant.default, 1)
+                and canonical.peel(o).source.args[0] is quant
+            )
+        ]
+        if len(others) != 1 or not isinstance(others[0], fx.Node):
+            raise No("head weights of the FP8 scores do not carry the scale of q")
+        node = others[0]
+    peeled = canonical.peel(node, casts=True, factors=True)
+    for step in peeled.chain:
+        if canonical.multiplication(step) is not None and canonical.dtype_of(step) != torch.float32:
+            raise No(_SCALE_REASON.format(canonical.dtype_of(step)))
+    if len(peeled.casts) > 2 or peeled.casts[-1] != torch.float32:
+        route = " -> ".join(str(dtype).removeprefix("torch.") for dtype in peeled.casts)
+        raise No(f"head weights are cast {route}, expected one cast to float32 (IDX-2)")
+    # The last view before any arithmetic is the value as the model has it.
+    gates = peeled.source
+    for step in peeled.chain:
+        if not canonical.is_view(step):
+            break
+        gates = step
+        if len(canonical.shape_of(step)) == 3:
+            break
+    if canonical.is_call(peeled.source, torch.ops.aten.mul.Tensor):
+        raise No(
+            "head weights are multiplied by a tensor, expected a constant (with dynamic=True the "
+            "module's floats become inputs: mark the dynamic dimensions instead)"
+        )
+    return gates, peeled.factor, weights
+
+
+def _check_shapes(found: Prologue, weights: fx.Node) -> None:
+    """Rows and heads of gates, q and k must lie as the op reads them."""
+    q_shape = canonical.shape_of(found.q.x)
+    if len(q_shape) != 4:
+        raise No(f"q has shape {list(q_shape)}, expected [batch, tokens, heads, head dim]")
+    batch, tokens, num_heads, head_dim = q_shape
+    k_layout = canonical.regroup(
+        canonical.axes(B=batch, S=tokens, D=head_dim), canonical.shape_of(found.norm.x)
+    )
+    if k_layout is None:
+        raise No(f"k has shape {list(canonical.shape_of(found.norm.x))}, q {list(q_shape)}")
+    own = canonical.axes(B=batch, S=tokens, H=num_heads)
+    layout = canonical.regroup(own, canonical.shape_of(found.gates))
+    after = canonical.peel(weights, casts=True, factors=True).chain
+    chain = after[after.index(found.gates) + 1 :] if found.gates in after else after
+    end = canonical.layout_after(layout, chain) if layout is not None else None
+    if end is None or [a.name for d in end for a in d] != [a.name for d in own for a in d]:
+        raise No(
+            f"head weights of shape {list(canonical.shape_of(found.gates))} do not lie as batch, "
+            "tokens, heads"
+        )
+
+
+def _check_no_other_users(found: Prologue, outputs: Iterable[fx.Node]) -> None:
+    """Values that vanish must have no reader outside the region."""
+    inputs = {found.q.x, found.norm.x, found.gates}
+    ends = set(outputs)
+    order = list(found.norm.node.graph.nodes)
+    tainted: set[fx.Node] = set()
+    for node in order:
+        if node in inputs or any(i in tainted or i in inputs for i in node.all_input_nodes):
+            tainted.add(node)
+    needed: set[fx.Node] = set()
+    front = list({found.q_out, found.k_out, found.weights_out, *ends})
+    while front:
+        node = front.pop()
+        if node in needed or node in inputs or node not in tainted:
+            continue
+        needed.add(node)
+        front.extend(node.all_input_nodes)
+    for node in order:
+        if node not in needed or node in ends:
+            continue
+        for user in node.users:
+            if user not in needed:
+                raise No(f"{describe(node)}, inside the region, is also read by {describe(user)}")
+
+
+def _make_room(
+    graph: fx.Graph, found: Prologue, outputs: list[fx.Node], more: list[Any]
+) -> fx.Node:
+    """The place of the call: its inputs before it, all users of its outputs after it."""
+    point = first_user(outputs)
+    needed = [
+        found.q.x,
+        found.norm.x,
+        found.gates,
+        found.norm.weight,
+        found.norm.bias,
+        found.q.cos,
+        found.q.sin,
+        *more,
+    ]
+    hoist(graph, needed, point, outputs)
+    return point
+
+
+def _arguments(build: Builder, found: Prologue, factor: float = 1.0) -> list[Any]:
+    """Arguments that both ops share, in the order of their schemas."""
+    num_heads, head_dim = canonical.shape_of(found.q.x)[2:]
+    batch, tokens = build.size(found.q.x, 0), build.size(found.q.x, 1)
+    return [
+        found.q.x,
+        build.view(found.norm.x, [batch, tokens, head_dim]),
+        build.view(found.gates, [batch, tokens, num_heads]),
+        found.norm.weight,
+        found.norm.bias,
+        found.norm.eps,
+        found.q.cos,
+        found.q.sin,
+        found.q.interleaved,
+        found.gate_scale * factor,
+    ]
+
+
+def _substitute(build: Builder, old: fx.Node, new: fx.Node) -> None:
+    """Put `new` in the place of `old`, in old's shape."""
+    new_shape = canonical.shape_of(new)
+    shape: list[Any] = []
+    for size in canonical.shape_of(old):
+        if isinstance(size, int):
+            shape.append(size)
+            continue
+        dims = [d for d, other in enumerate(new_shape) if canonical.is_same(size, other)]
+        shape.append(build.size(new, dims[0]) if dims else -1)
+    old.replace_all_uses_with(build.view(new, shape))

@@ -1,14 +1,71 @@
-"""IndexerTopk: see the class."""
+"""Index scores and the selection of the top keys, as two ops.
+
+Targets `GlmMoeDsaIndexer.forward` of transformers (models/glm_moe_dsa/modeling_glm_moe_dsa.py;
+checked with 5.20 and 5.24), after the Dynamo stage has replaced mask, topk and cast by
+`glm.masked_topk`. Exact tier, keys in a contiguous cache or none:
+
+    q.float() @ k.float()^T -> * D^-0.5 -> relu -> weights @ . -> masked_topk
+
+    glm.indexer_scores(q, weights, k, lengths, ...) -> glm.topk_select
+
+Exact tier, PagedCache in the model's dtype: `paged_gather` goes too, the scores read the pages:
+
+    pages' = paged_write(pages, k) -> paged_gather(pages') -> (as above)
+
+    pages' = paged_write(pages, k) -> glm.indexer_scores_paged(q, weights * D^-0.5, pages', ...)
+
+FP8 tier (`indexer_dtype="fp8"`, PagedCache with FP8 keys): the same with q through `glm.fp8_quant`
+and its scale in the weights. Here q and keys lose precision; nothing else does so.
+
+Declines where an operand is not in the dtype or the order that the ops assume, where something
+else reads the scores, and where the tier and the cache do not fit each other.
+
+Shape legend: B batch, S query tokens, R = B * S, H index heads, D index head dim, T cached tokens,
+K selected tokens.
+"""
 
 from __future__ import annotations
 
+import torch
 from torch import fx
 
-from glm_compile.fx_passes.base import PassOptions, PassResult
+from glm_compile.fx_passes import canonical
+from glm_compile.fx_passes.base import Declined, No, PassOptions, PassResult, module_path
+from glm_compile.fx_passes.canonical import IndexScores, KeyRead
+from glm_compile.fx_passes.editing import Builder, erase_dead
+
+aten = torch.ops.aten
+
+NEEDS_FP8_CACHE = "indexer_dtype='fp8' needs PagedCache(index_dtype=torch.float8_e4m3fn)"
+NEEDS_EXACT_CACHE = (
+    "the cache holds FP8 index keys and indexer_dtype={!r} is the exact tier, which needs them in "
+    "the model's dtype: pass indexer_dtype='fp8', or a PagedCache without index_dtype"
+)
+_EXACT_DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
+
+
+def check_tier(options: PassOptions, kind: str, dtype: torch.dtype) -> None:
+    """Raise No if the option and the cache's index keys (`KeyRead.kind`) do not fit."""
+    if options.indexer_dtype == "fp8":
+        if kind != "paged_fp8":
+            raise No(NEEDS_FP8_CACHE)
+        return
+    if kind == "paged_fp8":
+        raise No(NEEDS_EXACT_CACHE.format(options.indexer_dtype))
+    wanted = _EXACT_DTYPES.get(options.indexer_dtype, dtype)
+    if dtype != wanted:
+        raise No(
+            f"indexer_dtype={options.indexer_dtype!r} asks for {wanted} index keys, the model's "
+            f"are {dtype}: load the model in {wanted} or use 'auto'"
+        )
+
+
+def where(node: fx.Node) -> str:
+    return module_path(node) or node.name
 
 
 class IndexerTopk:
-    """The `indexer_topk` rewrite."""
+    """Replace each indexer's scores and masked top-k by ops; see the module."""
 
     name = "indexer_topk"
 
@@ -16,4 +73,101 @@ class IndexerTopk:
         self.options = options
 
     def __call__(self, graph_module: fx.GraphModule) -> PassResult:
-        return PassResult(self.name)
+        result = PassResult(self.name)
+        graph = graph_module.graph
+        for anchor in graph.find_nodes(
+            op="call_function", target=torch.ops.glm.masked_topk.default
+        ):
+            place = where(anchor)
+            try:
+                scores = canonical.index_scores(anchor.args[0])
+                read = canonical.key_read(scores.k)
+                check_tier(self.options, read.kind, canonical.dtype_of(scores.q))
+                self._check_pages(scores, read)
+            except No as no:
+                result.declined.append(Declined(place, str(no)))
+                continue
+            self._replace(graph, anchor, scores, read)
+            result.matched.append(place)
+            result.num_matches += 1
+        if result.num_matches:
+            graph_module.recompile()
+        return result
+
+    def _check_pages(self, scores: IndexScores, read: KeyRead) -> None:
+        if read.kind == "paged" and canonical.dtype_of(read.keys) != canonical.dtype_of(scores.q):
+            raise No(
+                f"index keys are stored in {canonical.dtype_of(read.keys)}, queries are "
+                f"{canonical.dtype_of(scores.q)}"
+            )
+
+    def _replace(
+        self, graph: fx.Graph, anchor: fx.Node, scores: IndexScores, read: KeyRead
+    ) -> None:
+        _, lengths, starts, key_mask, k, pad_valid = anchor.args
+        glm = torch.ops.glm
+        build = Builder(graph, anchor, anchor)
+        sizes = scores.sizes
+        head_dim, num_heads = sizes["D"], sizes["H"]
+        # Sizes are read from what stays: the marker and the old scores go away.
+        batch, tokens = build.size(lengths, 0), build.size(lengths, 1)  # type: ignore[arg-type]
+        lengths_R = build.view(lengths, [-1])  # type: ignore[arg-type]
+        starts_R = None if starts is None else build.view(starts, [-1])  # type: ignore[arg-type]
+        if read.kind == "contiguous":
+            k_BTD = build.view(scores.k, [batch, -1, head_dim])
+            num_keys = build.size(k_BTD, 1)
+            # The exact order of operations: scale, relu, weights, in fp32.
+            scores_BST = build.call(
+                glm.indexer_scores.default,
+                build.view(scores.q, [batch, tokens, num_heads, head_dim]),
+                build.view(scores.weights, [batch, tokens, num_heads]),
+                k_BTD,
+                lengths,
+                starts,
+                key_mask,
+                scores.scale,
+                "",
+            )
+            scores_RT = build.view(scores_BST, [-1, num_keys])
+        else:
+            num_keys = read.max_len
+            q_RHD = build.view(scores.q, [-1, num_heads, head_dim])
+            weights_RH = build.view(scores.weights, [-1, num_heads])
+            # In fp32, so that a factor which is no power of two costs no bits of bf16 (IDX-7).
+            weights_RH = build.call(aten.mul.Tensor, weights_RH, scores.scale)
+            if read.kind == "paged_fp8":
+                quantised = build.call(glm.fp8_quant.default, q_RHD, False)
+                q_RHD = build.item(quantised, 0)
+                weights_RH = build.call(aten.mul.Tensor, weights_RH, build.item(quantised, 1))
+            scores_RT = build.call(
+                glm.indexer_scores_paged.default,
+                q_RHD,
+                weights_RH,
+                read.keys,
+                read.block_table,
+                lengths_R,
+                read.max_len,
+                starts_R,
+                key_mask,
+                tokens,
+                "",
+            )
+        width = canonical.shape_of(anchor)[-1]
+        if not isinstance(width, int):
+            width = build.call(torch.sym_min, k, num_keys)
+        selected = build.call(
+            glm.topk_select.default, scores_RT, lengths_R, width, starts_R, None, None, 1, 64, ""
+        )
+        selected = build.view(selected, [batch, tokens, width])
+        if pad_valid:
+            selected = _pad_with_first(build, selected)
+        anchor.replace_all_uses_with(selected)
+        erase_dead(graph, [anchor])
+
+
+def _pad_with_first(build: Builder, selected_BSK: fx.Node) -> fx.Node:
+    """Fill the -1 of short rows with the row's first selected position, for who scatters them."""
+    first = build.call(aten.slice.Tensor, selected_BSK, -1, 0, 1)
+    first = build.call(aten.clamp_min.default, first, 0)
+    is_empty = build.call(aten.lt.Scalar, selected_BSK, 0)
+    return build.call(aten.where.self, is_empty, first, selected_BSK)

@@ -1,7 +1,7 @@
 """Functional ATen graphs of models and small modules, as the passes see them.
 
-Two levels: `plain` has no decompositions, `inductor` has Inductor's table. Both keep the mutations of
-inputs inside the graph, as the pipeline does.
+Two levels: `plain` has no decompositions, `inductor` has Inductor's table. Both keep the mutations
+of inputs inside the graph, as the pipeline does.
 """
 
 from __future__ import annotations
@@ -122,8 +122,8 @@ def graph_text(gm: fx.GraphModule) -> str:
 def mark_indexer_topk(gm: fx.GraphModule) -> None:
     """Replace mask + topk + cast of every indexer in a Dynamo graph by glm.masked_topk.
 
-    Stands in for the Dynamo stage where a test wants the passes alone: the mask goes in as the key mask
-    and the lengths are all keys.
+    Stands in for the Dynamo stage where a test wants the passes alone: the mask goes in as the key
+    mask and the lengths are all keys.
     """
     graph = gm.graph
     for node in list(graph.nodes):
@@ -142,11 +142,10 @@ def mark_indexer_topk(gm: fx.GraphModule) -> None:
                 key_mask = mask.args[0]
             else:
                 key_mask = graph.call_function(operator.eq, (mask, 0))
-            num_keys = graph.call_function(
-                operator.getitem, (graph.call_method("size", (scores,)), -1)
+            batch, tokens, num_keys = (graph.call_method("size", (scores, d)) for d in range(3))
+            lengths = graph.call_function(
+                torch.full, ((batch, tokens), num_keys), {"dtype": torch.int32}
             )
-            row = graph.call_method("select", (scores, -1, 0))
-            lengths = graph.call_function(torch.full_like, (row, num_keys), {"dtype": torch.int32})
             new = graph.call_function(
                 torch.ops.glm.masked_topk.default,
                 (scores, lengths, None, key_mask, node.args[1], True),
