@@ -15,6 +15,7 @@ from transformers.models.llama.modeling_llama import apply_rotary_pos_emb
 from glm_compile.ops.indexer_prologue import indexer_prologue, indexer_prologue_fp8
 from glm_compile.ops.paged_cache import key_page_bytes, paged_write_fp8
 from tests.ops.fp8_packer import nearest_codes, store_row
+from tests.tiny_models import CACHE_ARGUMENT, tiny_model
 
 EPS = 1e-6
 GATE_SCALE = 0.25
@@ -57,6 +58,42 @@ def test_exact_tier_gives_the_bits_of_transformers(interleaved, dtype, B, S, H):
     for result, expected in zip(results, upstream_prologue(*inputs, interleaved)):
         assert result.is_contiguous() and result.dtype == expected.dtype
         assert torch.equal(result, expected)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_key_and_weights_are_those_of_the_models_own_indexer(dtype):
+    class Recorder:
+        """A cache that keeps what the indexer stores."""
+
+        def update_indexer(self, key, layer_idx, *args, **kwargs):
+            self.key = key
+            return key
+
+    model = tiny_model(dtype=dtype)
+    indexer = model.model.layers[0].self_attn.indexer
+    hidden = torch.randn(2, 12, 128).to(dtype)
+    q_resid = torch.randn(2, 12, model.config.q_lora_rank).to(dtype)
+    positions = torch.arange(5, 17).expand(2, 12)
+    cos, sin = model.model.rotary_emb(hidden, positions)
+    mask = torch.ones(12, 12, dtype=torch.bool).tril().expand(2, 12, 12)
+    recorder = Recorder()
+    chosen = indexer(hidden, q_resid, (cos, sin), mask, positions, **{CACHE_ARGUMENT: recorder})
+    q, k, weights = indexer_prologue(
+        indexer.wq_b(q_resid).unflatten(-1, (16, 128)),
+        indexer.wk(hidden),
+        indexer.weights_proj(hidden),
+        indexer.k_norm.weight,
+        indexer.k_norm.bias,
+        indexer.k_norm.eps,
+        cos,
+        sin,
+        gate_scale=16**-0.5,
+    )
+    assert torch.equal(k, recorder.key)
+    scores = torch.matmul(q.float(), k.mT.float().unsqueeze(1)) * 128**-0.5
+    scores = torch.matmul(weights.unsqueeze(-2), scores.relu()).squeeze(-2)
+    scores = scores.masked_fill(~mask, float("-inf"))
+    assert torch.equal(scores.topk(8).indices.int(), chosen)
 
 
 @pytest.mark.parametrize("D, P", [(128, 128), (32, 8), (20, 2), (64, 0)])
