@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import torch
 
+from glm_compile.ops._bounds import INDEX_DTYPES, check_key_mask, check_rows
 from glm_compile.ops._library import register_op
 from glm_compile.ops.attention.reference import (
     attention_reference,
@@ -67,17 +68,24 @@ def indexed_attention(
     without such a key gives zeros, in both orders of operations.
 
     Args:
-        topk_BSK: positions, any integer dtype; -1 (and any other value outside [0, T)) is ignored,
+        topk_BSK: positions, int32 or int64; -1 (and any other value outside [0, T)) is ignored,
             repeated positions count once.
-        lengths_BS, starts_BS: bounds per query token.
+        lengths_BS, starts_BS: int32 or int64, bounds per query token.
         key_mask: bool, broadcastable to [B, S, T]; its last axis may be longer than T.
 
     Returns:
         [B, A, S, Dv] in q's dtype, contiguous.
     """
     _check("indexed_attention", q_BASD, k_BATD, v_BATD)
-    if key_mask is not None and key_mask.dtype != torch.bool:
-        raise ValueError(f"indexed_attention: key_mask must be bool, got {key_mask.dtype}")
+    op, (batch_size, _, num_queries, _) = "indexed_attention", q_BASD.shape
+    check_key_mask(op, key_mask, batch_size, num_queries, k_BATD.shape[2])
+    check_rows(op, "lengths", lengths_BS, (batch_size, num_queries))
+    check_rows(op, "starts", starts_BS, (batch_size, num_queries))
+    if topk_BSK.shape[:-1] != lengths_BS.shape or topk_BSK.dtype not in INDEX_DTYPES:
+        raise ValueError(
+            f"{op}: topk must be int32 or int64 [{batch_size}, {num_queries}, K], got "
+            f"{topk_BSK.dtype} {tuple(topk_BSK.shape)}"
+        )
     return _indexed_attention_op(
         q_BASD, k_BATD, v_BATD, topk_BSK, lengths_BS, starts_BS, key_mask, scale, eager
     )

@@ -204,5 +204,14 @@ def test_wrong_arguments_are_named():
     with pytest.raises(ValueError, match=r"attention: .*\[batch, heads, tokens, dim\]"):
         attention(q[0], k, v, scale=1.0)
     topk, lengths = torch.zeros(2, 5, 1, dtype=torch.int32), torch.ones(2, 5)
+    with pytest.raises(ValueError, match="lengths must be int32 or int64"):
+        indexed_attention(q, k, v, topk, lengths, scale=1.0)
+    with pytest.raises(ValueError, match="lengths must hold one value a row"):
+        indexed_attention(q, k, v, topk, lengths[:, :4].long(), scale=1.0)
+    with pytest.raises(ValueError, match="topk must be int32 or int64"):
+        indexed_attention(q, k, v, topk[:, :3], lengths.long(), scale=1.0)
+    with pytest.raises(ValueError, match="key_mask must broadcast"):
+        mask = torch.ones(3, 1, 11, dtype=torch.bool)
+        indexed_attention(q, k, v, topk, lengths, None, mask, scale=1.0)
     with pytest.raises(ValueError, match="key_mask must be bool"):
         indexed_attention(q, k, v, topk, lengths, None, torch.ones(11), scale=1.0)

@@ -85,3 +85,31 @@ def test_int_1_last_pages_of_a_cache_beyond_32_bits(device):
     few = torch.empty(1, 8448, dtype=torch.uint8, device=device)
     indexer_prologue_fp8(*inputs, key_pages=few, block_table=torch.zeros_like(table), **rest)
     assert torch.equal(pages[-1], few[0])
+
+
+def test_comp_17_kernels_are_not_compiled_again_for_a_batch_or_a_length():
+    """Sizes and strides that change from step to step are never specialized, not even 1 or 16."""
+    pytest.importorskip("triton")
+    from glm_compile.ops.bf16_linear.triton_kernel import bf16_linear_kernel
+    from glm_compile.ops.indexer_prologue import triton_kernel as prologue
+    from glm_compile.ops.paged_cache import triton_kernel as cache
+
+    changing = {"num_rows", "num_steps", "num_columns", "max_len", "stride_table", "stride_new_b"}
+    changing |= {f"stride_{name}b" for name in "qkgcs"}
+    kernels = [
+        bf16_linear_kernel,
+        prologue.indexer_prologue_kernel,
+        prologue.indexer_prologue_fp8_kernel,
+        cache.paged_write_kernel,
+        cache.paged_gather_kernel,
+        cache.paged_write_fp8_kernel,
+        cache.paged_gather_fp8_kernel,
+    ]
+    seen = set()
+    for kernel in kernels:
+        for parameter in kernel.params:
+            if parameter.name in changing:
+                seen.add(parameter.name)
+                assert parameter.do_not_specialize, f"{kernel}: {parameter.name}"
+                assert not parameter.is_constexpr
+    assert seen == changing
