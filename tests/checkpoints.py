@@ -101,3 +101,49 @@ def write_checkpoint(
     }
     (path / INDEX).write_text(json.dumps(index), encoding="utf-8")
     return path
+
+
+def release_config() -> dict:
+    """config.json of the released GLM-5.2, as far as this project reads it."""
+    types = ["full"] * 3 + (["shared"] * 3 + ["full"]) * 18 + ["shared"] * 3
+    return {
+        "architectures": ["GlmMoeDsaForCausalLM"],
+        "model_type": "glm_moe_dsa",
+        "dtype": "bfloat16",
+        "vocab_size": 154880,
+        "hidden_size": 6144,
+        "intermediate_size": 12288,
+        "moe_intermediate_size": 2048,
+        "num_hidden_layers": 78,
+        "num_attention_heads": 64,
+        "num_key_value_heads": 64,
+        "head_dim": 192,
+        "q_lora_rank": 2048,
+        "kv_lora_rank": 512,
+        "qk_nope_head_dim": 192,
+        "qk_rope_head_dim": 64,
+        "qk_head_dim": 256,
+        "v_head_dim": 256,
+        "n_routed_experts": 256,
+        "num_experts_per_tok": 8,
+        "n_shared_experts": 1,
+        "first_k_dense_replace": 3,
+        "rms_norm_eps": 1e-5,
+        "max_position_embeddings": 1048576,
+        "rope_parameters": {"rope_theta": 8000000, "rope_type": "default"},
+        "rope_interleave": True,
+        "indexer_rope_interleave": True,
+        "index_n_heads": 32,
+        "index_head_dim": 128,
+        "index_topk": 2048,
+        "index_topk_freq": 4,
+        "index_skip_topk_offset": 3,
+        "index_topk_pattern": None,
+        "index_share_for_mtp_iteration": True,
+        "indexer_types": types,
+        "mlp_layer_types": ["dense"] * 3 + ["sparse"] * 75,
+        "num_nextn_predict_layers": 1,
+        "eos_token_id": [154820, 154827, 154829],
+        "pad_token_id": 154820,
+        "tie_word_embeddings": False,
+    }
