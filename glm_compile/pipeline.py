@@ -129,6 +129,8 @@ def read_facts(graph_module: fx.GraphModule) -> GraphFacts:
     linears = []
     has_fp8_keys = False
     for node in graph_module.graph.nodes:
+        if node.op == "placeholder":  # in a kind, a value that another layer's module made
+            continue
         for key, (_path, module_class) in (node.meta.get("nn_module_stack") or {}).items():
             name = _class_name(module_class)
             if name.startswith(_MODEL_CLASSES):
