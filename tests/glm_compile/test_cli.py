@@ -1,0 +1,167 @@
+from __future__ import annotations
+
+import io
+import subprocess
+import sys
+
+import pytest
+import torch
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+from transformers import AutoTokenizer, PreTrainedTokenizerFast
+
+import glm_compile
+from glm_compile.cli import main
+from tests.checkpoints import random_mtp, write_checkpoint
+from tests.tiny_models import tiny_model
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory):
+    """A tiny model with a tokenizer that has one token a byte."""
+    model = tiny_model()
+    path = write_checkpoint(tmp_path_factory.mktemp("tiny"), model, random_mtp(model))
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    tokenizer = Tokenizer(models.BPE(vocab={c: i for i, c in enumerate(alphabet)}, merges=[]))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    PreTrainedTokenizerFast(tokenizer_object=tokenizer).save_pretrained(path)
+    return path
+
+
+def run(capsys, *arguments):
+    code = main([str(argument) for argument in arguments])
+    captured = capsys.readouterr()
+    return code, captured.out, captured.err
+
+
+def expected_text(checkpoint, prompt, num_tokens):
+    model, _ = glm_compile.load(checkpoint, mtp=False)
+    tokenizer = AutoTokenizer.from_pretrained(checkpoint)
+    ids = tokenizer(prompt, return_tensors="pt")["input_ids"]
+    out = model.generate(ids, max_new_tokens=num_tokens, do_sample=False)
+    return tokenizer.decode(out[0, ids.shape[1] :], skip_special_tokens=True) + "\n"
+
+
+class TestGenerate:
+    arguments = ("--max-new-tokens", 10, "--temperature", 0, "--device", "cpu")
+
+    def test_it_prints_the_text_and_the_statistics(self, checkpoint, capsys):
+        code, out, err = run(capsys, "generate", checkpoint, "--prompt", "hello", *self.arguments)
+        assert code == 0
+        assert out == expected_text(checkpoint, "hello", 10)
+        line = err.splitlines()[-1]
+        assert line.startswith("10 tokens in ")
+        assert "tokens/s" in line and "mean accept length" in line
+
+    def test_a_prompt_comes_from_a_file_or_stdin(self, checkpoint, capsys, tmp_path, monkeypatch):
+        expected = expected_text(checkpoint, "hello", 10)
+        (tmp_path / "prompt.txt").write_text("hello")
+        file = ("--prompt-file", tmp_path / "prompt.txt", "--no-mtp")
+        code, out, _ = run(capsys, "generate", checkpoint, *file, *self.arguments)
+        assert (code, out) == (0, expected)
+        monkeypatch.setattr(sys, "stdin", io.StringIO("hello"))
+        code, out, _ = run(capsys, "generate", checkpoint, "--num-draft-tokens", 2, *self.arguments)
+        assert (code, out) == (0, expected)
+
+    def test_streaming_prints_the_same_text(self, checkpoint, capsys):
+        arguments = ("generate", checkpoint, "--prompt", "hello", "--stream", *self.arguments)
+        code, out, _ = run(capsys, *arguments)
+        assert (code, out) == (0, expected_text(checkpoint, "hello", 10))
+
+    def test_a_seed_repeats_a_sample(self, checkpoint, capsys):
+        sampling = ("--temperature", 0.8, "--top-p", 0.9, "--top-k", 40, "--max-new-tokens", 12)
+
+        def sample(seed):
+            arguments = ("generate", checkpoint, "--prompt", "hello", "--device", "cpu")
+            code, out, _ = run(capsys, *arguments, *sampling, "--seed", seed)
+            assert code == 0
+            return out
+
+        assert sample(1) == sample(1) != sample(2)
+
+    @pytest.mark.parametrize(
+        ("arguments", "message"),
+        [
+            (("--prompt", ""), "the prompt has no tokens"),
+            (
+                ("--prompt", "a", "--temperature", 0, "--top-k", 4),
+                "--top-p and --top-k have no use",
+            ),
+            (("--prompt", "a", "--no-mtp", "--num-draft-tokens", 2), "mtp"),
+            (("--prompt-file", "/no/such/file"), "/no/such/file"),
+        ],
+    )
+    def test_mistakes_are_one_message(self, checkpoint, capsys, arguments, message):
+        code, out, err = run(capsys, "generate", checkpoint, "--device", "cpu", *arguments)
+        assert code == 2 and out == ""
+        assert err.splitlines()[-1].startswith("glm-compile: error: ")
+        assert message in err and "Traceback" not in err
+
+
+class TestExplain:
+    def test_it_prints_both_reports_and_says_ok_by_its_exit_code(
+        self, checkpoint, capsys, tmp_path
+    ):
+        code, out, _ = run(
+            capsys,
+            "explain",
+            checkpoint,
+            "--cache",
+            "paged",
+            "--cache-len",
+            60,
+            "--save",
+            tmp_path / "graphs",
+        )
+        assert "indexer_topk" in out and "MTP" in out
+        assert code == 0, out
+        assert any((tmp_path / "graphs").iterdir())
+
+    def test_something_unmatched_is_exit_code_one(self, checkpoint, capsys, monkeypatch):
+        from glm_compile.report import CompileReport
+
+        report = CompileReport(expected={"mask": 1}, matches={"mask": 0})
+        monkeypatch.setattr(glm_compile, "explain", lambda *args, **kwargs: report)
+        code, out, _ = run(capsys, "explain", checkpoint)
+        assert code == 1 and "mask" in out
+
+
+class TestErrors:
+    @pytest.mark.parametrize("command", ["bench", "verify-checkpoint"])
+    def test_commands_of_later_versions_say_so(self, capsys, command):
+        code, _, err = run(capsys, command, "somewhere")
+        assert code == 2 and "is not part of this version" in err
+
+    def test_debug_shows_where_an_error_came_from(self, tmp_path):
+        arguments = ["generate", str(tmp_path), "--prompt", "a", "--device", "cpu"]
+        with pytest.raises(glm_compile.CheckpointError, match=r"has no config\.json"):
+            main([*arguments, "--debug"])
+
+    def test_an_unforeseen_error_names_its_kind(self, capsys, monkeypatch, tmp_path):
+        def fail(*args, **kwargs):
+            raise RuntimeError("out of luck")
+
+        monkeypatch.setattr(glm_compile, "load", fail)
+        code, _, err = run(capsys, "generate", tmp_path, "--prompt", "a", "--device", "cpu")
+        assert code == 2 and err == "glm-compile: error: RuntimeError: out of luck\n"
+
+    @pytest.mark.parametrize("arguments", [[], ["generate"], ["bake", "x"]])
+    def test_wrong_usage_is_exit_code_two(self, capsys, arguments):
+        with pytest.raises(SystemExit) as caught:
+            main(arguments)
+        assert caught.value.code == 2
+        assert "usage: glm-compile" in capsys.readouterr().err
+
+    def test_the_module_runs_as_a_program(self):
+        done = subprocess.run(
+            [sys.executable, "-m", "glm_compile", "--version"], capture_output=True, text=True
+        )
+        assert done.returncode == 0 and done.stdout.strip() == glm_compile.__version__
+
+
+def test_help_needs_no_torch():
+    code = "import sys; sys.argv = ['x', '--help']\nfrom glm_compile.cli import main\n"
+    code += "try:\n    main()\nexcept SystemExit:\n    print('torch' in sys.modules)"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert done.stdout.splitlines()[-1] == "False"
+    assert torch.__version__  # this process has it
