@@ -93,16 +93,22 @@ def describe(node: Any) -> str:
 
 def named_args(node: fx.Node) -> dict[str, Any]:
     """Arguments by schema name, defaults filled in."""
-    schema = node.target._schema  # type: ignore[union-attr]
+    target: Any = node.target
+    schema = target._schema
     found: dict[str, Any] = {}
     for i, argument in enumerate(schema.arguments):
-        if i < len(node.args):
-            found[argument.name] = node.args[i]
+        if i < len(args(node)):
+            found[argument.name] = args(node)[i]
         elif argument.name in node.kwargs:
             found[argument.name] = node.kwargs[argument.name]
         elif argument.has_default_value():
             found[argument.name] = argument.default_value
     return found
+
+
+def args(node: fx.Node) -> tuple[Any, ...]:
+    """Positional arguments, untyped: what they are is what the questions below ask."""
+    return node.args
 
 
 def is_call(node: Any, *targets: Any) -> bool:
@@ -156,9 +162,9 @@ def permutation(node: fx.Node) -> list[int]:
     num_dims = len(shape_of(node))
     order = list(range(num_dims))
     if node.target is aten.permute.default:
-        return [d % num_dims for d in node.args[1]]  # type: ignore[union-attr, operator]
+        return [d % num_dims for d in args(node)[1]]
     if node.target is aten.transpose.int:
-        a, b = (d % num_dims for d in node.args[1:3])  # type: ignore[operator]
+        a, b = (d % num_dims for d in args(node)[1:3])
     elif num_dims < 2:
         return order
     else:
@@ -236,7 +242,7 @@ def is_cast(node: Any) -> bool:
     """Whether a node changes nothing but the dtype (a device move is not a cast)."""
     if not is_call(node, *_CASTS) or not isinstance(node.meta.get("val"), torch.Tensor):
         return False
-    source = node.args[0]
+    source = args(node)[0]
     return isinstance(source, fx.Node) and value(source).device == value(node).device
 
 
@@ -244,21 +250,21 @@ def number(argument: Any) -> float | None:
     """The number that an argument is, also as a 0-d tensor made in the graph."""
     if isinstance(argument, int | float) and not isinstance(argument, bool):
         return float(argument)
-    if is_call(argument, aten.full.default) and list(argument.args[0]) == []:
-        return number(argument.args[1])
+    if is_call(argument, aten.full.default) and list(args(argument)[0]) == []:
+        return number(args(argument)[1])
     if is_call(argument, aten.scalar_tensor.default):
-        return number(argument.args[0])
+        return number(args(argument)[0])
     return None
 
 
 def multiplication(node: Any) -> tuple[fx.Node, float] | None:
     """(x, c) of x * c, c * x or x / c with a constant c."""
     if is_call(node, *_MULS):
-        for x, c in (node.args[:2], reversed(node.args[:2])):
+        for x, c in (args(node)[:2], reversed(args(node)[:2])):
             if isinstance(x, fx.Node) and (factor := number(c)) is not None:
                 return x, factor
-    if is_call(node, *_DIVS) and (factor := number(node.args[1])) is not None and factor != 0:
-        return node.args[0], 1.0 / factor
+    if is_call(node, *_DIVS) and (factor := number(args(node)[1])) is not None and factor != 0:
+        return args(node)[0], 1.0 / factor
     return None
 
 
@@ -276,10 +282,10 @@ def peel(
     while not stop(node):
         if is_view(node):
             chain.append(node)
-            node = node.args[0]  # type: ignore[assignment]
+            node = args(node)[0]
         elif casts and is_cast(node):
             chain.append(node)
-            node = node.args[0]  # type: ignore[assignment]
+            node = args(node)[0]
             if dtype_of(node) != dtypes[-1]:
                 dtypes.append(dtype_of(node))
         elif factors and (scaled := multiplication(node)) is not None:
@@ -323,7 +329,7 @@ class Contraction:
     @property
     def nodes(self) -> tuple[fx.Node, ...]:
         """The node, and the elementwise product that a sum has before it."""
-        return (self.node, self.node.args[0]) if self.form == "sum" else (self.node,)  # type: ignore[return-value]
+        return (self.node, args(self.node)[0]) if self.form == "sum" else (self.node,)
 
     def layout(self, lhs: Layout, rhs: Layout) -> tuple[Layout, tuple[Axis, ...]] | None:
         """(layout of the result, axes summed over), or None where the operands do not fit."""
@@ -366,25 +372,25 @@ class Contraction:
 def contraction(node: Any) -> Contraction | None:
     """The product that `node` is: mm, addmm, bmm, linear's parts, or sum(a * b)."""
     if is_call(node, aten.mm.default):
-        return Contraction(node, node.args[0], node.args[1], None, "mm")
+        return Contraction(node, args(node)[0], args(node)[1], None, "mm")
     if is_call(node, aten.bmm.default):
-        return Contraction(node, node.args[0], node.args[1], None, "bmm")
+        return Contraction(node, args(node)[0], args(node)[1], None, "bmm")
     if is_call(node, aten.addmm.default):
         arguments = named_args(node)
         if arguments["beta"] == 1 and arguments["alpha"] == 1:
-            return Contraction(node, node.args[1], node.args[2], node.args[0], "mm")
+            return Contraction(node, args(node)[1], args(node)[2], args(node)[0], "mm")
     if is_call(node, *_SUMS):
-        product = node.args[0]
+        product = args(node)[0]
         arguments = named_args(node)
         if (
             is_call(product, aten.mul.Tensor)
-            and all(isinstance(a, fx.Node) for a in product.args[:2])
+            and all(isinstance(a, fx.Node) for a in args(product)[:2])
             and len(product.users) == 1
             and arguments["dim"]
             and arguments.get("dtype") in (None, dtype_of(node))
             and dtype_of(product) == dtype_of(node)
         ):
-            return Contraction(node, product.args[0], product.args[1], None, "sum")
+            return Contraction(node, args(product)[0], args(product)[1], None, "sum")
     return None
 
 
@@ -480,7 +486,7 @@ def _linear_input(node: fx.Node, num_in: Any = None) -> tuple[fx.Node, Layout | 
         if not is_view(current) or current.target is aten.expand.default:
             return best
         chain.append(current)
-        current = current.args[0]  # type: ignore[assignment]
+        current = args(current)[0]
 
 
 def _keeps_rows(own: Layout, layout: Layout) -> bool:
@@ -522,14 +528,14 @@ def layer_norm(node: fx.Node, what: str = "norm") -> LayerNorm:
 
 def _native_layer_norm(node: fx.Node, what: str) -> LayerNorm | None:
     norm = peel(node, casts=True, stop=is_view).source
-    if is_call(norm, operator.getitem) and norm.args[1] == 0:
-        norm = norm.args[0]  # type: ignore[assignment]
+    if is_call(norm, operator.getitem) and args(norm)[1] == 0:
+        norm = args(norm)[0]
     if not is_call(norm, aten.native_layer_norm.default, aten.layer_norm.default):
         return None
     arguments = named_args(norm)
     x, weight, bias = arguments["input"], arguments.get("weight"), arguments.get("bias")
-    if is_cast(x) and dtype_of(x) == torch.float32 and dtype_of(x.args[0]) == dtype_of(node):
-        x = x.args[0]
+    if is_cast(x) and dtype_of(x) == torch.float32 and dtype_of(args(x)[0]) == dtype_of(node):
+        x = args(x)[0]
     if len(arguments["normalized_shape"]) != 1:
         raise No(f"{what}: LayerNorm over {len(arguments['normalized_shape'])} dimensions, not 1")
     if weight is None or bias is None:
@@ -540,9 +546,9 @@ def _native_layer_norm(node: fx.Node, what: str) -> LayerNorm | None:
 
 def _pair(node: Any, *targets: Any) -> Iterator[tuple[Any, Any]]:
     """Both orders of a commutative node's operands."""
-    if is_call(node, *targets) and len(node.args) >= 2 and not node.kwargs:
-        yield node.args[0], node.args[1]
-        yield node.args[1], node.args[0]
+    if is_call(node, *targets) and len(args(node)) >= 2 and not node.kwargs:
+        yield args(node)[0], args(node)[1]
+        yield args(node)[1], args(node)[0]
 
 
 def _is_vector(node: Any) -> bool:
@@ -567,14 +573,14 @@ def _decomposed_layer_norm(node: fx.Node) -> LayerNorm | None:
                 if statistics is None:
                     continue
                 eps, var_mean = statistics
-                x, mean = centred.args[:2]
-                if var_mean.args[0] is not x or not (
-                    is_call(mean, operator.getitem) and mean.args == (var_mean, 1)
+                x, mean = args(centred)[:2]
+                if args(var_mean)[0] is not x or not (
+                    is_call(mean, operator.getitem) and args(mean) == (var_mean, 1)
                 ):
                     continue
-                if is_cast(x) and dtype_of(x.args[0]) == dtype_of(node):
+                if is_cast(x) and dtype_of(args(x)[0]) == dtype_of(node):
                     # A cast up before and the same down after are how a norm in fp32 is spelled.
-                    x = x.args[0]
+                    x = args(x)[0]
                 return LayerNorm(
                     node,
                     x,
@@ -587,11 +593,11 @@ def _decomposed_layer_norm(node: fx.Node) -> LayerNorm | None:
 
 def _variance_of(inverse: fx.Node) -> tuple[float, fx.Node] | None:
     """(eps, var_mean node) of rsqrt(var + eps) over the last dimension, biased."""
-    for variance, eps in _pair(inverse.args[0], aten.add.Tensor, aten.add.Scalar):
+    for variance, eps in _pair(args(inverse)[0], aten.add.Tensor, aten.add.Scalar):
         eps_value = number(eps)
-        if eps_value is None or not is_call(variance, operator.getitem) or variance.args[1] != 0:
+        if eps_value is None or not is_call(variance, operator.getitem) or args(variance)[1] != 0:
             continue
-        var_mean = variance.args[0]
+        var_mean = args(variance)[0]
         if not is_call(var_mean, aten.var_mean.correction):
             continue
         arguments = named_args(var_mean)
@@ -609,11 +615,13 @@ def looks_like_rms_norm(node: fx.Node, depth: int = 8) -> bool:
         above: list[fx.Node] = []
         for current in front:
             if is_call(current, aten.rsqrt.default):
-                source = current.args[0]
-                operand = source.args[0] if is_call(source, aten.add.Tensor, aten.add.Scalar) else 0
+                source = args(current)[0]
+                operand = (
+                    args(source)[0] if is_call(source, aten.add.Tensor, aten.add.Scalar) else 0
+                )
                 return is_call(operand, aten.mean.dim)
             if is_call(current, *_MULS) or is_cast(current) or is_view(current):
-                above += [a for a in current.args[:2] if isinstance(a, fx.Node)]
+                above += [a for a in args(current)[:2] if isinstance(a, fx.Node)]
         front = above
     return False
 
@@ -657,14 +665,14 @@ def _one_slice(node: fx.Node) -> Slice | None:
         start = min(start + size if start < 0 else start, size)
         return Slice(source, start, arguments["step"], length)
     if is_call(node, operator.getitem):
-        split, index = node.args
+        split, index = args(node)
         if not is_call(split, aten.split_with_sizes.default, aten.split.Tensor):
             return None
-        arguments = named_args(split)  # type: ignore[arg-type]
+        arguments = named_args(split)
         source = arguments["self"]
         if arguments["dim"] % len(shape_of(source)) != len(shape_of(source)) - 1:
             return None
-        parts = split.meta["val"][:index]  # type: ignore[union-attr]
+        parts = split.meta["val"][:index]
         start = sum(part.shape[-1] for part in parts)
         return Slice(source, start, 1, shape_of(node)[-1])
     return None
@@ -753,12 +761,12 @@ def _pairwise_rope(node: fx.Node, rotated: list[fx.Node], passed: list[fx.Node],
             f"{what}: expected cat(x1 cos - x2 sin, x2 cos + x1 sin), found "
             f"{describe(first)} and {describe(second)}"
         )
-    products = (*first.args[:2], *second.args[:2])
+    products = (*args(first)[:2], *args(second)[:2])
     for product in products:
         if not is_call(product, aten.mul.Tensor):
             raise No(f"{what}: {describe(product)} where a product with cos or sin was expected")
-    for x1, cos in _product(first.args[0]):
-        for x2, sin in _product(first.args[1]):
+    for x1, cos in _product(args(first)[0]):
+        for x2, sin in _product(args(first)[1]):
             if x1.source is not x2.source or not _is_table(cos, x1) or not _is_table(sin, x1):
                 continue
             for sum_a, sum_b in _pair(second, aten.add.Tensor):
@@ -768,8 +776,8 @@ def _pairwise_rope(node: fx.Node, rotated: list[fx.Node], passed: list[fx.Node],
                             continue
                         return _checked_rope(node, x1, x2, (cos, cos2), (sin, sin2), passed, what)
     for product in products:
-        for operand in product.args[:2]:  # type: ignore[union-attr]
-            if is_cast(operand) and operand.args[0] is not None:
+        for operand in args(product)[:2]:
+            if is_cast(operand) and args(operand)[0] is not None:
                 raise No(
                     f"{what}: computed in {dtype_of(operand)} after a cast, expected the dtype of "
                     "its input"
@@ -819,7 +827,7 @@ def _half_rope(node: fx.Node, rotated: fx.Node, passed: list[fx.Node], what: str
                     continue
                 if not isinstance(sin, fx.Node) or x.start != 0 or x.step != 1:
                     continue
-                x2, x1 = last_dim_slice(halves[0].args[0]), last_dim_slice(halves[1])  # type: ignore[arg-type]
+                x2, x1 = last_dim_slice(args(halves[0])[0]), last_dim_slice(halves[1])
                 half = x.length // 2
                 if x1 != Slice(x.source, 0, 1, half) or x2 != Slice(x.source, half, 1, half):
                     continue
@@ -884,8 +892,8 @@ def key_read(node: fx.Node) -> KeyRead:
     glm = torch.ops.glm
     for kind, op in (("paged", glm.paged_gather), ("paged_fp8", glm.paged_gather_fp8)):
         if is_call(node, op.default):
-            pages, block_table, max_len = node.args[:3]
-            return KeyRead(kind, pages, block_table, max_len)  # type: ignore[arg-type]
+            pages, block_table, max_len = args(node)[:3]
+            return KeyRead(kind, pages, block_table, max_len)
     return KeyRead("contiguous", node)
 
 
@@ -907,13 +915,13 @@ class KeyStore:
 def key_store(keys: fx.Node) -> KeyStore:
     """The store behind keys or pages that are read; a node that stores nothing is the new keys."""
     if is_call(keys, aten.index_copy.default):
-        return KeyStore("index_copy", keys, keys.args[3])  # type: ignore[arg-type]
+        return KeyStore("index_copy", keys, args(keys)[3])
     if is_call(keys, aten.index_put.default, aten._unsafe_index_put.default):
         if named_args(keys).get("accumulate"):
             raise No(f"the index keys are added into the cache by {describe(keys)}, not stored")
-        return KeyStore("index_copy", keys, keys.args[2])  # type: ignore[arg-type]
+        return KeyStore("index_copy", keys, args(keys)[2])
     if is_call(keys, aten.slice_scatter.default):
-        return KeyStore("index_copy", keys, keys.args[1])  # type: ignore[arg-type]
+        return KeyStore("index_copy", keys, args(keys)[1])
     if is_call(keys, aten.cat.default):
         tensors = named_args(keys)["tensors"]
         if named_args(keys)["dim"] % len(shape_of(keys)) == 1 and len(tensors) == 2:
@@ -925,7 +933,7 @@ def key_store(keys: fx.Node) -> KeyStore:
             name = op._schema.name.removeprefix("glm::")
             if name in ("paged_write", "paged_write_fp8"):
                 new = arguments["new_BSX" if name == "paged_write" else "new_BSD"]
-                return KeyStore(name, keys.args[0], new)  # type: ignore[arg-type]
+                return KeyStore(name, args(keys)[0], new)
     if keys.op == "placeholder":
         raise No(f"the index keys are read from {keys.name} and this step stores none")
     return KeyStore("none", keys, keys)
@@ -935,15 +943,15 @@ def functionalized_write(node: fx.Node) -> tuple[Any, dict[str, Any]] | None:
     """(op, arguments) of the functionalized op whose first mutated buffer `node` is."""
     if not is_call(node, operator.getitem):
         return None
-    call, index = node.args
+    call, index = args(node)
     higher_order = torch.ops.higher_order
     if not is_call(call, higher_order.auto_functionalized_v2, higher_order.auto_functionalized):
         return None
-    op = call.args[0]  # type: ignore[union-attr]
-    num_returns = len(op._schema.returns)  # type: ignore[union-attr]
+    op = args(call)[0]
+    num_returns = len(op._schema.returns)
     if index != max(num_returns, 1):
         return None
-    return op, dict(call.kwargs)  # type: ignore[union-attr]
+    return op, dict(call.kwargs)
 
 
 # --- index scores ---------------------------------------------------------------------------------
@@ -985,8 +993,8 @@ def index_scores(node: fx.Node) -> IndexScores:
     if heads is None:
         raise No(f"expected the sum over index heads, found {describe(outer.source)}")
     weights_node, relu_node, after = _relu_operand(heads)
-    relu_source = relu_node.args[0]
-    before = peel(relu_source, casts=True, factors=True)  # type: ignore[arg-type]
+    relu_source = args(relu_node)[0]
+    before = peel(relu_source, casts=True, factors=True)
     products = contraction(before.source)
     if products is None:
         raise No(f"expected relu(q . k * scale), found relu of {describe(before.source)}")
@@ -1040,7 +1048,7 @@ def _relu_operand(heads: Contraction) -> tuple[fx.Node, fx.Node, Peeled]:
         source = peeled.source
         if not is_call(source, *_RELUS):
             continue
-        if source.target is not aten.relu.default and number(source.args[1]) != 0:
+        if source.target is not aten.relu.default and number(args(source)[1]) != 0:
             continue
         return weights, source, peeled
     raise No("no ReLU between the products q . k and the head weights")
@@ -1092,7 +1100,7 @@ def _cast_source(node: fx.Node, what: str) -> Peeled:
 
     def stop(current: fx.Node) -> bool:
         nonlocal seen
-        if is_cast(current) and dtype_of(current) != dtype_of(current.args[0]):  # type: ignore[arg-type]
+        if is_cast(current) and dtype_of(current) != dtype_of(args(current)[0]):
             seen += 1
             return seen > 1
         return False
@@ -1116,8 +1124,8 @@ def _propagate(
     if not isinstance(node, fx.Node) or node.op != "call_function":
         return None
     scaled = multiplication(node)
-    source = scaled[0] if scaled is not None else node.args[0]
-    layout = _propagate(source, known, products)  # type: ignore[arg-type]
+    source = scaled[0] if scaled is not None else args(node)[0]
+    layout = _propagate(source, known, products)
     if layout is None:
         return None
     return follow(layout, node) if is_view(node) else layout

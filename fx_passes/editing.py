@@ -101,7 +101,7 @@ class Builder:
         self.graph = graph
         self.before = before
         self.made: list[fx.Node] = []
-        self.origin = {
+        self.origin: dict[str, Any] = {
             key: like.meta[key]
             for key in ("nn_module_stack", "stack_trace", "source_fn_stack")
             if key in like.meta

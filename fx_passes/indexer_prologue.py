@@ -91,22 +91,22 @@ class IndexerPrologue:
 
     def _rewrite(self, graph: fx.Graph, anchor: fx.Node) -> None:
         if anchor.target is glm.masked_topk.default:
-            scores = canonical.index_scores(anchor.args[0])  # type: ignore[arg-type]
+            scores = canonical.index_scores(canonical.args(anchor)[0])
             read = canonical.key_read(scores.k)
             check_tier(self.options, read.kind, canonical.dtype_of(scores.q))
             if read.kind == "paged_fp8":
                 raise No("the scores do not read the FP8 pages: indexer_topk did not match here")
             found = _walk(scores.q, scores.weights, read.keys)
         elif anchor.target is glm.indexer_scores.default:
-            q, weights, keys = anchor.args[:3]
-            found = _walk(q, weights, keys)  # type: ignore[arg-type]
+            q, weights, keys = canonical.args(anchor)[:3]
+            found = _walk(q, weights, keys)
         else:
-            q, weights, pages = anchor.args[:3]
-            quantised = canonical.peel(q).source  # type: ignore[arg-type]
+            q, weights, pages = canonical.args(anchor)[:3]
+            quantised = canonical.peel(q).source
             if _is_item(quantised, glm.fp8_quant.default, 0):
                 self._rewrite_fp8(graph, anchor, quantised)
                 return
-            found = _walk(q, weights, pages)  # type: ignore[arg-type]
+            found = _walk(q, weights, pages)
         if self.options.indexer_dtype == "fp8":
             raise No(NEEDS_FP8_CACHE)
         _check_no_other_users(found, [found.q_out, found.k_out, found.weights_out])
@@ -121,9 +121,9 @@ class IndexerPrologue:
 
     def _rewrite_fp8(self, graph: fx.Graph, anchor: fx.Node, quantised: fx.Node) -> None:
         """The region with q's quantisation and the store of k inside."""
-        _, weights, pages = anchor.args[:3]
-        quant: Any = quantised.args[0]
-        found = _walk(quant.args[0], weights, pages, quant)  # type: ignore[arg-type]
+        _, weights, pages = canonical.args(anchor)[:3]
+        quant: Any = canonical.args(quantised)[0]
+        found = _walk(canonical.args(quant)[0], weights, pages, quant)
         if found.store.kind != "paged_write_fp8":
             raise No(NEEDS_FP8_CACHE)
         head_dim = canonical.shape_of(found.norm.x)[-1]
@@ -169,8 +169,8 @@ def _anchors(graph: fx.Graph) -> list[fx.Node]:
 def _is_item(node: Any, target: Any, index: int) -> bool:
     return (
         canonical.is_getitem(node)
-        and node.args[1] == index
-        and canonical.is_call(node.args[0], target)
+        and canonical.args(node)[1] == index
+        and canonical.is_call(canonical.args(node)[0], target)
     )
 
 
@@ -178,16 +178,16 @@ def _is_done(anchor: fx.Node) -> bool:
     """Whether the queries come from the op already."""
     if anchor.target is glm.masked_topk.default:
         try:
-            q = canonical.index_scores(anchor.args[0]).q  # type: ignore[arg-type]
+            q = canonical.index_scores(canonical.args(anchor)[0]).q
         except No:
             return False
     else:
-        q = anchor.args[0]  # type: ignore[assignment]
+        q = canonical.args(anchor)[0]
     source = canonical.peel(q).source
     if not canonical.is_getitem(source):
         return False
-    call: Any = source.args[0]
-    op = call.args[0] if "auto_functionalized" in str(call.target) else call.target
+    call: Any = canonical.args(source)[0]
+    op = canonical.args(call)[0] if "auto_functionalized" in str(call.target) else call.target
     return op in (glm.indexer_prologue.default, glm.indexer_prologue_fp8.default)
 
 
@@ -202,7 +202,7 @@ def _walk(q: fx.Node, weights: fx.Node, keys: fx.Node, quant: fx.Node | None = N
     if canonical.is_cast(k_out):
         raise No(
             f"index keys are cast to {canonical.dtype_of(k_out)} before they are stored, expected "
-            f"{canonical.dtype_of(k_out.args[0])}"  # type: ignore[arg-type]
+            f"{canonical.dtype_of(canonical.args(k_out)[0])}"
         )
     k_rope = canonical.rope(k_out, "rope of k")
     for label, a, b in (("cos", q_rope.cos, k_rope.cos), ("sin", q_rope.sin, k_rope.sin)):
@@ -256,14 +256,14 @@ def _gates(weights: fx.Node, quant: fx.Node | None) -> tuple[fx.Node, float, fx.
         node = canonical.peel(weights).source
         if not canonical.is_call(node, torch.ops.aten.mul.Tensor):
             raise No(f"head weights of the FP8 scores come from {describe(node)}")
-        operands = list(node.args[:2])
+        operands = list(canonical.args(node)[:2])
         others = [
             o
             for o in operands
             if not (
                 isinstance(o, fx.Node)
                 and _is_item(canonical.peel(o).source, glm.fp8_quant.default, 1)
-                and canonical.peel(o).source.args[0] is quant
+                and canonical.args(canonical.peel(o).source)[0] is quant
             )
         ]
         if len(others) != 1 or not isinstance(others[0], fx.Node):

@@ -80,7 +80,7 @@ class IndexerTopk:
         ):
             place = where(anchor)
             try:
-                scores = canonical.index_scores(anchor.args[0])
+                scores = canonical.index_scores(canonical.args(anchor)[0])
                 read = canonical.key_read(scores.k)
                 check_tier(self.options, read.kind, canonical.dtype_of(scores.q))
                 self._check_pages(scores, read)
@@ -104,15 +104,15 @@ class IndexerTopk:
     def _replace(
         self, graph: fx.Graph, anchor: fx.Node, scores: IndexScores, read: KeyRead
     ) -> None:
-        _, lengths, starts, key_mask, k, pad_valid = anchor.args
+        _, lengths, starts, key_mask, k, pad_valid = canonical.args(anchor)
         glm = torch.ops.glm
         build = Builder(graph, anchor, anchor)
         sizes = scores.sizes
         head_dim, num_heads = sizes["D"], sizes["H"]
         # Sizes are read from what stays: the marker and the old scores go away.
-        batch, tokens = build.size(lengths, 0), build.size(lengths, 1)  # type: ignore[arg-type]
-        lengths_R = build.view(lengths, [-1])  # type: ignore[arg-type]
-        starts_R = None if starts is None else build.view(starts, [-1])  # type: ignore[arg-type]
+        batch, tokens = build.size(lengths, 0), build.size(lengths, 1)
+        lengths_R = build.view(lengths, [-1])
+        starts_R = None if starts is None else build.view(starts, [-1])
         if read.kind == "contiguous":
             k_BTD = build.view(scores.k, [batch, -1, head_dim])
             num_keys = build.size(k_BTD, 1)

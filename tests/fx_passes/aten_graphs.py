@@ -23,6 +23,10 @@ from glm_compile.fx_passes.base import GraphPass, PassResult
 LEVELS = ("plain", "inductor")
 
 
+def decompositions(level: str) -> dict[Any, Callable]:
+    return {} if level == "plain" else select_decomp_table()
+
+
 @dataclass
 class Captured:
     """One ATen graph.
@@ -59,11 +63,10 @@ class Capture:
     def __call__(self, gm: fx.GraphModule, inputs: list[Any], **_options: Any) -> Callable:
         if self.dynamo_stage is not None:
             self.dynamo_stage(gm)
-        table = {} if self.level == "plain" else select_decomp_table()
         compiler = aot_autograd(
             fw_compiler=self._compile,
             inference_compiler=self._compile,
-            decompositions=table,
+            decompositions=decompositions(self.level),
             keep_inference_input_mutations=True,
         )
         return compiler(gm, inputs)
