@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import operator
 import re
+from collections.abc import Container
 from typing import Any
 
 import torch
@@ -113,11 +114,11 @@ def storage_key(node: fx.Node) -> int | None:
     return value.untyped_storage()._cdata
 
 
-def eliminate_dead_code(graph: fx.Graph) -> int:
-    """Erase unused pure nodes and return how many went."""
+def eliminate_dead_code(graph: fx.Graph, keep: Container[fx.Node | None] = ()) -> int:
+    """Erase unused pure nodes that are not in `keep`, and return how many went."""
     erased = 0
     for node in reversed(list(graph.nodes)):
-        if not node.users and is_pure(node):
+        if not node.users and node not in keep and is_pure(node):
             graph.erase_node(node)
             erased += 1
     return erased

@@ -149,7 +149,9 @@ class _Prover:
         for consumer in attention:
             if id(consumer) in bounds:
                 self._replace_attention(consumer, bounds[id(consumer)])
-        eliminate_dead_code(self.graph)
+        # Scatters of the replaced calls go before the indexers ask who still reads a selection.
+        kept = {n for b in bounds.values() for n in (b.lengths, b.starts, b.key_mask)}
+        eliminate_dead_code(self.graph, kept)
         for consumer in indexers:
             if id(consumer) in bounds:
                 self._replace_indexer(consumer, bounds[id(consumer)])
@@ -539,6 +541,9 @@ def _read_off(condition: Bool, rank: int) -> _Reading:
                 reading.lengths.append(rest + Lin(1))
             elif factor == 1 and not moves:
                 reading.starts.append(rest * -1)
+            elif factor == 1 and rest.factor(query) > 0:
+                # p + s >= c: satisfied further down with every row, no bound of the keys.
+                problems.append("nothing bounds the key position by the query")
             elif factor == 1:
                 window = rest * -1
                 problems.append("lower bound moves with the query")
