@@ -1,0 +1,73 @@
+"""The indexer prologue of one layer at the release's widths, fused beside unfused.
+
+Everything is hot: the projections have just written it.
+
+    pytest tests/benchmarks/test_indexer_prologue_benchmark.py --benchmark-enable
+
+Shape legend: B batch, S tokens of the step, H index heads, D index head dim, P rope dim.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+from glm_compile.ops.indexer_prologue import indexer_prologue, indexer_prologue_fp8
+from glm_compile.ops.paged_cache import key_page_bytes
+from tests.benchmarks.conftest import device as where
+
+H, D, P = 32, 128, 64
+
+
+@pytest.mark.parametrize("B, S", [(1, 1), (1, 6), (8, 6), (1, 2048)])
+@pytest.mark.parametrize("tier", ["exact", "fp8"])
+@pytest.mark.parametrize("backend", ["triton", "reference"])
+def test_indexer_prologue(
+    gpu_bench: Any, benchmark: Any, B: int, S: int, tier: str, backend: str
+) -> None:
+    device = where()
+    if device == "cpu" and (backend == "triton" or S > 6):
+        pytest.skip("small cases of the reference prove that the benchmark runs")
+    if device == "cuda" and backend == "reference" and tier == "fp8":
+        pytest.skip("the reference's store waits for the host, which a captured graph cannot")
+    benchmark.group = f"indexer_prologue {tier} B={B} S={S}"
+    merged = torch.randn(B, S, D + H, device=device).bfloat16()
+    rope = torch.rand(B, S, P, device=device).bfloat16()
+    norm = torch.randn(2, D, device=device).bfloat16()
+    arguments = (
+        torch.randn(B, S, H, D, device=device).bfloat16(),
+        merged[..., :D],
+        merged[..., D:],
+        norm[0],
+        norm[1],
+        1e-6,
+        rope,
+        rope,
+    )
+    options: dict[str, Any] = {"gate_scale": H**-0.5, "backend": backend}
+    num_bytes = 2 * B * S * (H * D + D + H + 2 * P) + B * S * 4 * H
+    if tier == "exact":
+        gpu_bench(
+            lambda *args: indexer_prologue(*args, **options),
+            [arguments],
+            bytes_moved=num_bytes + 2 * B * S * (H + 1) * D,
+            note="hot",
+        )
+        return
+    pages_of_row = -(-S // 64)
+    table = torch.arange(B * pages_of_row, dtype=torch.int32, device=device).view(B, -1)
+    options |= {
+        "key_pages": torch.zeros(
+            B * pages_of_row, key_page_bytes(D), dtype=torch.uint8, device=device
+        ),
+        "block_table": table,
+        "lengths_B": torch.zeros(B, dtype=torch.int32, device=device),
+    }
+    gpu_bench(
+        lambda *args: indexer_prologue_fp8(*args, **options),
+        [arguments],
+        bytes_moved=num_bytes + B * S * ((H + 1) * D + 4),
+        note="hot",
+    )
