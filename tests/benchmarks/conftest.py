@@ -74,7 +74,7 @@ def time_on_cpu(fn: Callable[..., Any], inputs: Sequence[tuple]) -> list[float]:
 
 @pytest.fixture
 def gpu_bench(benchmark: Any) -> Callable[..., Any]:
-    """Return `run(fn, inputs=[()], *, bytes=None, flops=None, note="")`.
+    """Return `run(fn, inputs=[()], *, bytes_moved=None, flops=None, note="")`.
 
     `inputs` are argument tuples: one for data that is hot in real life, `cold_copies` of them for
     cold data. The table's times are a call's; `extra_info` holds the median, the byte floor and how
@@ -85,7 +85,7 @@ def gpu_bench(benchmark: Any) -> Callable[..., Any]:
         fn: Callable[..., Any],
         inputs: Sequence[tuple] = ((),),
         *,
-        bytes: float | None = None,
+        bytes_moved: float | None = None,
         flops: float | None = None,
         note: str = "",
     ) -> Any:
@@ -99,7 +99,7 @@ def gpu_bench(benchmark: Any) -> Callable[..., Any]:
         for sample in samples:
             stats.update(sample)
         median = statistics.median(samples)
-        benchmark.extra_info.update(_facts(median, len(inputs), bytes, flops), note=note)
+        benchmark.extra_info.update(_facts(median, len(inputs), bytes_moved, flops), note=note)
         return fn(*inputs[0])
 
     return run

@@ -60,7 +60,9 @@ def test_indexer_scores_paged(gpu_bench: Any, num_keys: int, kind: str) -> None:
 
     moved = pages_each * page_bytes + NUM_ROWS * num_keys * 4
     inputs = [(table,) for table in tables]
-    result = gpu_bench(scores, inputs, bytes=moved, flops=flops(num_keys), note="keys cold, q hot")
+    result = gpu_bench(
+        scores, inputs, bytes_moved=moved, flops=flops(num_keys), note="keys cold, q hot"
+    )
     assert result.isfinite().all()
 
 
@@ -77,5 +79,7 @@ def test_indexer_scores_contiguous(gpu_bench: Any, num_keys: int) -> None:
 
     moved = num_keys * (HEAD_DIM * 2 + NUM_ROWS * 4)
     inputs = [(k,) for k in keys]
-    result = gpu_bench(scores, inputs, bytes=moved, flops=flops(num_keys), note="keys cold, q hot")
+    result = gpu_bench(
+        scores, inputs, bytes_moved=moved, flops=flops(num_keys), note="keys cold, q hot"
+    )
     assert result.isfinite().all()

@@ -44,7 +44,7 @@ def run(gpu_bench: Any, fn: Callable[..., torch.Tensor], scores: torch.Tensor) -
     lengths = torch.full((num_rows,), num_keys, dtype=torch.int32, device=scores.device)
     arguments = (scores, lengths, topk_plan(lengths, K))
     moved = scores.numel() * 4 + num_rows * K * 4
-    selected = gpu_bench(fn, [arguments], bytes=moved, note="scores hot")
+    selected = gpu_bench(fn, [arguments], bytes_moved=moved, note="scores hot")
     if fn is glm:
         topk_oracle.assert_same_scores_as_torch(selected, scores, lengths)
 
