@@ -77,7 +77,7 @@ def _explain_model(
 
     shapes = _on_meta(model)
     with torch.no_grad(), torch.device("meta"):
-        cache = _make_cache(model, shapes, batch_size, query_len, cache_len, cache_kind, options)
+        cache = _make_cache(model, batch_size, query_len, cache_len, cache_kind, options)
         ids = torch.zeros(batch_size, query_len, dtype=torch.int64)
     kwargs: dict[str, Any] = {"use_cache": cache is not None}
     if cache is not None:
@@ -162,8 +162,7 @@ def _trace(
 
 
 def _make_cache(
-    model: nn.Module,
-    shapes: nn.Module,
+    model: Any,
     batch_size: int,
     query_len: int,
     cache_len: int,
@@ -174,30 +173,36 @@ def _make_cache(
     from transformers import DynamicCache, StaticCache
 
     from glm_compile.cache import PagedCache
-    from glm_compile.model_facts import cache_argument
+    from glm_compile.model_facts import FULL, GlmDsaConfig
 
-    config: Any = model.config
     if kind is None:
         return None
+    config = model.config
+    dtype: torch.dtype = model.get_input_embeddings().weight.dtype
     if kind == "paged":
         return PagedCache(
             config,
             batch_size,
             cache_len + query_len,
-            dtype=model.get_input_embeddings().weight.dtype,  # type: ignore[operator, union-attr]
+            dtype=dtype,
             index_dtype=_index_dtype(options),
             device="meta",
         )
+    facts = GlmDsaConfig.from_transformers(config)
     if kind == "static":
         cache: Any = StaticCache(config, max_cache_len=cache_len + query_len)
-        num_prefilled = 1  # makes its tensors, whose contents do not matter
+        num_held = 1  # makes its tensors, whose contents do not matter
     else:
         cache = DynamicCache(config=config)
-        num_prefilled = cache_len
-    if num_prefilled:
-        ids = torch.zeros(batch_size, num_prefilled, dtype=torch.int64)
-        body: Any = shapes.model
-        body(input_ids=ids, use_cache=True, **{cache_argument(): cache})
+        num_held = cache_len
+    if num_held:
+        for layer, indexer_type in enumerate(facts.indexer_types):
+            shape = batch_size, 1, num_held
+            latents = torch.zeros(*shape, facts.kv_lora_rank, dtype=dtype)
+            cache.update(latents, latents.new_zeros(*shape, facts.qk_rope_head_dim), layer)
+            if indexer_type == FULL:
+                keys = latents.new_zeros(batch_size, num_held, facts.index_head_dim)
+                cache.update_indexer(keys, layer)
     return cache
 
 

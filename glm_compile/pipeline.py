@@ -25,6 +25,7 @@ from glm_compile.errors import MatchError, UnsupportedError
 from glm_compile.fx_passes import make_passes
 from glm_compile.fx_passes._dynamo_graph import (
     example_value,
+    is_pure,
     parameter_name,
     source_name,
 )
@@ -69,6 +70,7 @@ class GraphFacts:
         linears: (name of the weight's module, its dtype, the input's dtype) of each linear over a
             parameter.
         has_fp8_keys: whether the cache stores FP8 index keys.
+        is_model_code: whether code of the model made any node.
     """
 
     classes: tuple[str, ...]
@@ -77,11 +79,17 @@ class GraphFacts:
     num_attentions: int
     linears: tuple[tuple[str, torch.dtype, torch.dtype], ...]
     has_fp8_keys: bool
+    is_model_code: bool
+
+    @property
+    def holds_layers(self) -> bool:
+        """Whether a layer's work is in the graph; the layer itself may be what was compiled."""
+        return bool(self.num_layers or self.num_attentions)
 
     @property
     def title(self) -> str:
         """What was captured, for the report."""
-        if not self.num_layers:
+        if not self.holds_layers:
             return "part of the model"
         is_mtp = any(name.rpartition(".")[2] == "eh_proj" for name, *_ in self.linears)
         return "MTP layer" if is_mtp else "model"
@@ -127,10 +135,12 @@ def read_facts(graph_module: fx.GraphModule) -> GraphFacts:
     calls: dict[str, set[str]] = {_INDEXER_CLASS: set(), _ATTENTION_CLASS: set()}
     layers: set[str] = set()
     linears = []
-    has_fp8_keys = False
+    has_fp8_keys = is_model_code = False
+    used = _used_nodes(graph_module.graph)
     for node in graph_module.graph.nodes:
         if node.op == "placeholder":  # in a kind, a value that another layer's module made
             continue
+        is_model_code = is_model_code or _is_model_code(node.stack_trace or "")
         for key, (_path, module_class) in (node.meta.get("nn_module_stack") or {}).items():
             name = _class_name(module_class)
             if name.startswith(_MODEL_CLASSES):
@@ -141,7 +151,8 @@ def read_facts(graph_module: fx.GraphModule) -> GraphFacts:
             layers.add(layer[0])
         if node.op != "call_function":
             continue
-        if node.target is torch.nn.functional.linear:
+        # A draft step that shares the cache computes latents that nobody reads.
+        if node.target is torch.nn.functional.linear and node in used:
             linear = _read_linear(node)
             if linear is not None:
                 linears.append(linear)
@@ -154,7 +165,17 @@ def read_facts(graph_module: fx.GraphModule) -> GraphFacts:
         len(calls[_ATTENTION_CLASS]),
         tuple(linears),
         has_fp8_keys,
+        is_model_code or bool(classes),
     )
+
+
+def _used_nodes(graph: fx.Graph) -> set[fx.Node]:
+    """Nodes that an output or a write depends on."""
+    used: set[fx.Node] = set()
+    for node in reversed(graph.nodes):
+        if not is_pure(node) or any(user in used for user in node.users):
+            used.add(node)
+    return used
 
 
 def compile_graph(
@@ -245,13 +266,14 @@ class _Job:
 
     def check_is_model(self) -> None:
         """Say so when the graph does not hold the model, or only a part without decoder layers."""
-        if self.facts.num_layers:
+        if self.facts.holds_layers:
             return
-        if self.facts.classes:
+        if self.facts.is_model_code:
+            held = ", ".join(self.facts.classes) or "code around the layers"
             note = (
-                "this graph holds no decoder layer, only "
-                f"{', '.join(self.facts.classes)}: compiled without the indexer's passes. If the "
-                "model was meant, a graph break cut it: use fullgraph=True to see where"
+                f"this graph holds no decoder layer, only {held}: compiled without the indexer's "
+                "passes. If the model was meant, a graph break cut it: use fullgraph=True to see "
+                "where"
             )
             self.report.notes.append(note)
             if not self.is_analysis:
@@ -271,7 +293,7 @@ class _Job:
 
     def rewrite_dynamo_graph(self, graph_module: fx.GraphModule) -> None:
         """Mark attention calls and replace the mask by what it means."""
-        if "mask" in self.disabled or not self.facts.num_layers:
+        if "mask" in self.disabled or not self.facts.holds_layers:
             return
         from glm_compile.fx_passes.mark_attention import mark_attention
         from glm_compile.fx_passes.mask import prove_mask
@@ -292,7 +314,7 @@ class _Job:
         try:
             return split_layer_kinds(graph_module, self.example_inputs)
         except No as no:
-            if self.facts.num_layers:
+            if self.facts.holds_layers:
                 self.report.notes.append(f"compiled as one graph, not by layer kinds: {no}")
             return _whole(graph_module, self.example_inputs)
 
@@ -508,6 +530,13 @@ def _read_linear(node: fx.Node) -> tuple[str, torch.dtype, torch.dtype] | None:
 def _module_name(parameter: str) -> str:
     """`layers.0.q_a_proj.weight` -> `layers.0.q_a_proj`, through the wrapping of an adapter."""
     return parameter.removesuffix(".weight").removesuffix(".base_layer")
+
+
+def _is_model_code(stack_trace: str) -> bool:
+    """Whether the model's file, or the code of transformers around some model, is on the stack."""
+    if "modeling_glm_moe_dsa" in stack_trace:
+        return True
+    return "/transformers/" in stack_trace and "modeling_" not in stack_trace
 
 
 def _class_name(module_class: Any) -> str:

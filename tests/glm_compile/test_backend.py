@@ -251,6 +251,15 @@ def test_another_module_is_not_compiled_in_silence():
         compile_model(module)(torch.randn(2, 4))
 
 
+def test_a_module_of_the_model_is_recognised_as_a_part(caplog):
+    model = small_model()
+    pipeline._WARNED.clear()
+    with caplog.at_level(logging.WARNING, logger="glm_compile"):
+        compile_model(model.model.norm)(torch.randn(1, 4, 128))
+    assert "this graph holds no decoder layer, only code around the layers" in caplog.text
+    assert report_of_last_compilation().title == "part of the model"
+
+
 def graph_break(module, arguments):
     torch._dynamo.graph_break()
 
