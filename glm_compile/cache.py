@@ -329,6 +329,8 @@ class PagedCache(Cache):
         beam_idx = beam_idx.to(self.lengths.device)
         target = self.block_table.flatten().long()
         source = self.block_table.index_select(0, beam_idx).flatten().long()
+        has_pages = (target >= 0) & (source >= 0)
+        target, source = target[has_pages], source[has_pages]
         for layer in self.layers:
             for pages in (layer.latent_pages, layer.key_pages):
                 if pages is not None:

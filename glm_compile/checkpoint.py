@@ -72,8 +72,7 @@ def load(
             f"load: dtype must be float32, bfloat16 or float16, got {dtype}; None keeps the "
             "checkpoint's"
         )
-    raw = _read_json(path / "config.json")
-    facts = GlmDsaConfig.from_transformers(raw)
+    raw, facts = _read_config(path)
     files = _Inventory.of(path, facts)
     _refuse_quantised(path, raw, files)
     with torch.device("meta"):
@@ -98,14 +97,23 @@ def load_structure(
 
     The MTP layer is None if the config declares none.
     """
-    raw = _read_json(Path(path) / "config.json")
-    facts = GlmDsaConfig.from_transformers(raw)
+    raw, facts = _read_config(Path(path))
     with torch.device("meta"):
         model = GlmMoeDsaForCausalLM._from_config(
             GlmMoeDsaConfig.from_dict(dict(raw)), dtype=dtype or facts.dtype
         )
         model.eval().requires_grad_(False)
         return model, GlmMoeDsaMtp(model) if facts.num_mtp_layers else None
+
+
+def read_facts(path: str | os.PathLike[str]) -> GlmDsaConfig:
+    """Facts of a directory's config.json.
+
+    Raises:
+        CheckpointError: no directory, or no config.json in it.
+        ConfigError: it belongs to another model or contradicts itself.
+    """
+    return _read_config(Path(path))[1]
 
 
 @dataclass(frozen=True)
@@ -364,6 +372,11 @@ def _mtp_prefix(facts: GlmDsaConfig) -> str:
 def _is_mtp(name: str, facts: GlmDsaConfig) -> bool:
     layer = _LAYER.match(name)
     return layer is not None and int(layer[1]) >= facts.num_hidden_layers
+
+
+def _read_config(path: Path) -> tuple[dict[str, Any], GlmDsaConfig]:
+    raw = _read_json(path / "config.json")
+    return raw, GlmDsaConfig.from_transformers(raw)
 
 
 def _read_json(file: Path) -> dict[str, Any]:

@@ -122,7 +122,16 @@ def _generate(arguments: argparse.Namespace) -> int:
     import torch
     from transformers import AutoTokenizer, TextStreamer
 
-    prompt = _read_prompt(arguments)
+    from glm_compile.checkpoint import read_facts
+
+    # What is quick to find wrong comes before the weights.
+    read_facts(arguments.model)
+    sampling = _sampling(arguments)
+    tokenizer = AutoTokenizer.from_pretrained(arguments.model)
+    inputs = tokenizer(_read_prompt(arguments), return_tensors="pt")
+    num_prompt_tokens = inputs["input_ids"].shape[1]
+    if num_prompt_tokens == 0:
+        raise ValueError("the prompt has no tokens")
     device = arguments.device or ("cuda" if torch.cuda.is_available() else "cpu")
     model, mtp = glm_compile.load(
         arguments.model,
@@ -130,11 +139,6 @@ def _generate(arguments: argparse.Namespace) -> int:
         dtype=getattr(torch, arguments.dtype) if arguments.dtype else None,
         mtp=not arguments.no_mtp,
     )
-    tokenizer = AutoTokenizer.from_pretrained(arguments.model)
-    inputs = tokenizer(prompt, return_tensors="pt").to(device)
-    num_prompt_tokens = inputs["input_ids"].shape[1]
-    if num_prompt_tokens == 0:
-        raise ValueError("the prompt has no tokens")
     use_compile = (
         torch.device(device).type == "cuda" if arguments.compile is None else arguments.compile
     )
@@ -143,14 +147,14 @@ def _generate(arguments: argparse.Namespace) -> int:
     start = time.perf_counter()
     result = glm_compile.generate(
         step,
-        inputs["input_ids"],
-        attention_mask=inputs["attention_mask"],
+        inputs["input_ids"].to(device),
+        attention_mask=inputs["attention_mask"].to(device),
         mtp=mtp,
         num_draft_tokens=arguments.num_draft_tokens,
         streamer=TextStreamer(tokenizer, skip_prompt=True) if arguments.stream else None,
         return_dict_in_generate=True,
         max_new_tokens=arguments.max_new_tokens,
-        **_sampling(arguments),
+        **sampling,
     )
     seconds = time.perf_counter() - start
     new_tokens = result.sequences[0, num_prompt_tokens:]

@@ -68,6 +68,7 @@ class GlmMoeDsaMtp(nn.Module):
 
     def __init__(self, model: GlmMoeDsaForCausalLM, *, device: torch.device | None = None) -> None:
         super().__init__()
+        model = getattr(model, "_orig_mod", model)  # a compiled model's own
         facts = GlmDsaConfig.from_transformers(model.config)
         if facts.num_mtp_layers > 1:
             raise UnsupportedError(

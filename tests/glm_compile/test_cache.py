@@ -326,6 +326,14 @@ class TestBatch:
         with pytest.raises(ValueError, match="expected 3 indices"):
             cache.reorder_cache(torch.tensor([0]))
 
+    def test_reorder_leaves_missing_pages_alone(self):
+        cache = PagedCache(tiny_config(), 2, 128)
+        pages = cache.layers[0].latent_pages
+        pages[:] = torch.arange(4.0)[:, None, None]
+        cache.block_table.copy_(torch.tensor([[0, -1], [1, 2]]))
+        cache.reorder_cache(torch.tensor([1, 1]))
+        assert pages[:, 0, 0].tolist() == [1, 1, 2, 3]
+
     def test_the_number_of_sequences_is_fixed(self):
         cache = PagedCache(tiny_config(), 2, 64)
         assert cache.batch_size == 2

@@ -8,7 +8,7 @@ import torch
 from safetensors.torch import save_file
 from transformers import GlmMoeDsaForCausalLM
 
-from glm_compile.checkpoint import load, load_structure
+from glm_compile.checkpoint import load, load_structure, read_facts
 from glm_compile.errors import CheckpointError, ConfigError, UnsupportedError
 from tests.checkpoints import INDEX, random_mtp, write_checkpoint
 from tests.tiny_models import tiny_config, tiny_model
@@ -133,6 +133,14 @@ class TestLoading:
             load(path)
         assert not caplog.records
         assert transformers_logging.get_verbosity() == level
+
+    def test_mtp_tensors_that_the_config_does_not_declare_are_loaded(self, saved, tmp_path):
+        def undeclare(config):
+            del config["num_nextn_predict_layers"]
+
+        path = write_checkpoint(tmp_path, *saved, edit_config=undeclare)
+        assert read_facts(path).num_mtp_layers == 0
+        assert_same(saved[1], load(path)[1])
 
     def test_the_structure_needs_config_json_alone(self, tmp_path):
         path = write_checkpoint(tmp_path, tiny_model(dtype=torch.bfloat16))

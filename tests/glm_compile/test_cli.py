@@ -137,12 +137,12 @@ class TestErrors:
         with pytest.raises(glm_compile.CheckpointError, match=r"has no config\.json"):
             main([*arguments, "--debug"])
 
-    def test_an_unforeseen_error_names_its_kind(self, capsys, monkeypatch, tmp_path):
+    def test_an_unforeseen_error_names_its_kind(self, checkpoint, capsys, monkeypatch):
         def fail(*args, **kwargs):
             raise RuntimeError("out of luck")
 
         monkeypatch.setattr(glm_compile, "load", fail)
-        code, _, err = run(capsys, "generate", tmp_path, "--prompt", "a", "--device", "cpu")
+        code, _, err = run(capsys, "generate", checkpoint, "--prompt", "a", "--device", "cpu")
         assert code == 2 and err == "glm-compile: error: RuntimeError: out of luck\n"
 
     @pytest.mark.parametrize("arguments", [[], ["generate"], ["bake", "x"]])
