@@ -22,7 +22,7 @@ class Backend:
 
     Attributes:
         name: `reference`, `triton`, `cute` or the name of a library call.
-        why_not: takes the call's arguments, returns None if the backend can run it, else the reason.
+        why_not: takes the call's arguments, returns None if the backend can run it, else why not.
         run: the implementation, same arguments.
     """
 
@@ -43,7 +43,7 @@ def is_installed(module: str) -> bool:
 
 
 def why_no_triton(*tensors: torch.Tensor | None) -> str | None:
-    """Reason why Triton kernels cannot take these tensors, or None. The interpreter takes CPU tensors."""
+    """Reason why Triton cannot take these tensors, or None. Its interpreter takes CPU tensors."""
     if not is_installed("triton"):
         return "Triton is not installed"
     import triton

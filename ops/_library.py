@@ -1,7 +1,7 @@
 """Registration of ops in the `glm` namespace.
 
-`torch.library.Library` with written-out schemas is used instead of `custom_op`: it costs a third per
-call, and calls are what is left of a decode step once the kernels are fast.
+`torch.library.Library` with written-out schemas is used instead of `custom_op`: it costs a third
+per call, and calls are what is left of a decode step once the kernels are fast.
 """
 
 from __future__ import annotations
