@@ -201,16 +201,17 @@ class Steps:
         """An empty cache of at least this capacity.
 
         Compiled steps get powers of two, and the last cache again where it is large enough: the
-        capacity is a shape in their graphs.
+        capacity is a shape in their graphs. So is the number of layers: the MTP layer has its place
+        in each of their caches.
         """
         if self.compiler is None:
             return self._make_cache(batch_size, num_tokens, num_mtp_layers)
+        num_mtp_layers = 1
         cache = self.cache
         if (
             cache is None
             or cache.batch_size != batch_size
             or cache.max_cache_len < num_tokens
-            or len(cache.layers) - cache.num_decoder_layers < num_mtp_layers
         ):
             # Let go of the old one first: both need not fit.
             self.cache = cache = None

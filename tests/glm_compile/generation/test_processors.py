@@ -9,7 +9,6 @@ import torch
 from transformers import LogitsProcessor, LogitsProcessorList
 from transformers.generation.logits_process import (
     PrefixConstrainedLogitsProcessor,
-    RepetitionPenaltyLogitsProcessor,
     SynthIDTextWatermarkLogitsProcessor,
     TemperatureLogitsWarper,
     TopKLogitsWarper,
@@ -86,11 +85,15 @@ def test_the_logits_are_left_alone() -> None:
 
 
 def test_an_entry_per_sequence_keeps_its_sequence() -> None:
-    penalty = RepetitionPenaltyLogitsProcessor(2.0, prompt_ignore_length=torch.tensor([0, 2]))
-    text = torch.tensor([[1, 2, 3, 4], [1, 2, 3, 4]])
-    scores = ScoreProcessor([penalty])(torch.ones(2, 1, VOCAB), text, [3, 4], [True, True])
-    halved = [(row == 0.5).nonzero().flatten().tolist() for row in scores[:, 0]]
-    assert halved == [[1, 2, 3], [3, 4]]
+    class Bias(LogitsProcessor):
+        bias_BV = torch.randn(2, VOCAB)
+
+        def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
+            return scores + self.bias_BV
+
+    logits = torch.randn(2, 3, VOCAB)
+    scores = ScoreProcessor([Bias()])(logits, torch.zeros(2, 9).long(), [3, 4], [True, True])
+    assert torch.equal(scores, logits + Bias.bias_BV[:, None])
 
 
 def test_a_prefix_callback_sees_only_generated_prefixes() -> None:

@@ -1,0 +1,161 @@
+"""Steps of a compiled model: found, compiled alike, and compiled once."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Sequence
+from typing import Any
+
+import pytest
+import torch
+from torch._dynamo.testing import CompileCounterWithBackend
+
+import glm_compile
+from glm_compile.errors import UnsupportedError
+from glm_compile.generation.steps import Steps, select_row, unwrap_compiled
+from tests.glm_compile.generation.drafts import greedy_reference, random_mtp
+from tests.glm_compile.generation.test_loop import padded, prompt_of
+from tests.tiny_models import tiny_config, tiny_model
+
+OPTIONS = {"inner": "eager"}
+
+
+def small_model(indexer_types: Sequence[str] = ("full",)) -> Any:
+    """Few layers, quick to trace; the first is MoE."""
+    return tiny_model(
+        tiny_config(
+            num_hidden_layers=len(indexer_types),
+            first_k_dense_replace=0,
+            indexer_types=list(indexer_types),
+        )
+    )
+
+
+@pytest.fixture(scope="module")
+def model() -> Any:
+    return small_model()
+
+
+def compile_in_place(model: Any, backend: Any) -> Any:
+    model.compile(backend=backend, fullgraph=True)
+    return model
+
+
+def compile_forward(model: Any, backend: Any) -> Any:
+    model.forward = torch.compile(model.forward, backend=backend, fullgraph=True)
+    return model
+
+
+WAYS = [
+    lambda model, backend: torch.compile(model, backend=backend, fullgraph=True),
+    compile_in_place,
+    compile_forward,
+]
+
+
+@pytest.mark.parametrize("way", WAYS, ids=["compile(model)", "model.compile()", "model.forward"])
+def test_the_backend_of_a_compiled_model_is_found(way: Any) -> None:
+    counter = CompileCounterWithBackend("eager")
+    model = small_model()
+    compiled = way(model, counter)
+    plain, compiler = unwrap_compiled(compiled)
+    assert plain is model and compiler is not None
+    step = compiler(lambda x: x + 1, dynamic=False)
+    assert step(torch.zeros(2)).tolist() == [1, 1]
+    assert counter.frame_count == 1
+
+
+def test_options_are_found(model: Any) -> None:
+    compiled = torch.compile(model, backend="glm", options={"indexer_dtype": "fp8"})
+    _, compiler = unwrap_compiled(compiled)
+    assert compiler is not None and compiler.options == {"indexer_dtype": "fp8"}
+    cache = Steps.of(model, compiler).take_cache(1, 10, 0)
+    assert cache.index_dtype == torch.float8_e4m3fn
+
+
+def test_a_plain_model_has_no_compiler(model: Any) -> None:
+    assert unwrap_compiled(model) == (model, None)
+    assert Steps.of(model, None) is not Steps.of(model, None)
+
+
+def test_an_unknown_kind_of_compiled_model_is_an_error(model: Any) -> None:
+    class Wrapper(torch.nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self._orig_mod = model
+
+    with pytest.raises(UnsupportedError, match="cannot find the backend"):
+        unwrap_compiled(Wrapper())
+
+
+def test_steps_belong_to_their_model() -> None:
+    compiled = torch.compile(small_model(), backend="eager")
+    steps = Steps.of(*unwrap_compiled(compiled))
+    assert Steps.of(*unwrap_compiled(compiled)) is steps
+    other = copy.deepcopy(compiled)
+    plain, compiler = unwrap_compiled(other)
+    assert Steps.of(plain, compiler).target.model is plain is not steps.target.model
+
+
+def test_compiled_steps_keep_a_cache_while_it_is_large_enough(model: Any) -> None:
+    steps = Steps.of(*unwrap_compiled(torch.compile(model, backend="eager")))
+    cache = steps.take_cache(1, 40, 0)
+    cache.set_lengths(7)
+    assert steps.take_cache(1, 100, 1) is cache and cache.lengths.tolist() == [0]
+    larger = steps.take_cache(1, 300, 1)
+    assert larger is not cache and larger.max_cache_len == 512
+    assert steps.take_cache(1, 20, 1) is larger
+    assert steps.take_cache(2, 20, 1).batch_size == 2
+
+
+def test_select_row() -> None:
+    values = torch.arange(12).view(2, 3, 2)
+    assert select_row(values, torch.tensor([2, 0])).tolist() == [[[4, 5]], [[6, 7]]]
+
+
+def test_a_fixed_number_of_compilations(model: Any) -> None:
+    """64 steps, prompts of four lengths (one token among them), with and without drafts, twice."""
+    counter = CompileCounterWithBackend("eager")
+    compiled = torch.compile(model, backend=counter, fullgraph=True)
+    mtp = random_mtp(model)
+    counts = []
+    for length in (5, 9, 1, 20):
+        ids = prompt_of(length)
+        expected = greedy_reference(model, ids, 24)
+        for drafts in (0, 3, 0, 3):
+            got = glm_compile.generate(
+                compiled, ids, mtp=mtp, num_draft_tokens=drafts, max_new_tokens=24,
+                eos_token_id=None,
+            )  # fmt: skip
+            assert torch.equal(got, expected)
+        counts.append(counter.frame_count)
+    # Prompt, decode; verify, the MTP layer's prompt, draft-extend, draft step.
+    assert counts == [6, 6, 6, 6]
+
+
+def test_a_compiled_model_through_the_backend_with_ragged_rows() -> None:
+    model = small_model(["full", "shared"])
+    compiled = torch.compile(model, backend="glm", fullgraph=True, options=OPTIONS)
+    rows = [prompt_of(12), prompt_of(5, 1)]
+    ids, mask = padded(rows, "left")
+    references = [greedy_reference(model, row, 12) for row in rows]
+    mtp = random_mtp(model)
+    got = glm_compile.generate(
+        compiled, ids, mask, mtp=mtp, num_draft_tokens=2, max_new_tokens=12, eos_token_id=None
+    )
+    for b, (row, reference) in enumerate(zip(rows, references)):
+        assert torch.equal(got[b, ids.shape[1] :], reference[0, row.shape[1] :])
+
+
+def test_warmup_compiles_what_generate_runs(model: Any) -> None:
+    counter = CompileCounterWithBackend("eager")
+    compiled = torch.compile(model, backend=counter, fullgraph=True)
+    mtp = random_mtp(model)
+    seconds = glm_compile.warmup(compiled, mtp, batch_sizes=(2,), num_draft_tokens=2)
+    assert list(seconds) == [2]
+    before = counter.frame_count
+    for drafts in (0, 2):
+        glm_compile.generate(
+            compiled, prompt_of(7).expand(2, -1), mtp=mtp, num_draft_tokens=drafts, max_new_tokens=5
+        )
+    assert counter.frame_count == before
