@@ -272,7 +272,7 @@ def _run_paged_triton(
         max_len=max_len,
         scales=scales,
         block_table=block_table,
-    ).view(-1, max_len)
+    ).flatten(0, 1)
 
 
 def _with_contiguous_rows(tensor: torch.Tensor) -> torch.Tensor:

@@ -423,6 +423,20 @@ def test_kernel_windows_strides_and_nan(kind: str) -> None:
 
 
 @pytest.mark.interpreter
+@pytest.mark.parametrize("num_keys", [0, 40])
+def test_kernel_takes_empty_sizes(num_keys: int) -> None:
+    case = make_case(num_keys=40)
+    case.k_BTD = case.k_BTD[:, :num_keys]
+    assert call("fp8", case, "triton").shape == (2, 3, num_keys)
+    q, weights = case.q_BSHD[:0].flatten(0, 1), case.weights_BSH[:0].flatten(0, 1)
+    table, lengths = case.block_table[:0], case.lengths_BS[:0].flatten()
+    scores = indexer_scores_paged(
+        q, weights, case.key_pages, table, lengths, 40, rows_per_sequence=3, backend="triton"
+    )
+    assert scores.shape == (0, 40)
+
+
+@pytest.mark.interpreter
 def test_kernel_takes_missing_pages() -> None:
     case = make_case(num_keys=190)
     case.lengths_BS = torch.full((2, 3), 190)
@@ -455,7 +469,10 @@ def test_kernel_page_offsets_are_64_bit(tmp_path: Path) -> None:
     torch.testing.assert_close(scores(pages, num_pages - 1, "triton"), want, rtol=1e-5, atol=1e-5)
 
 
-def compile_kernel(arch: str, kind: str, *, has_mask: bool, num_keys: int = 131_072) -> Any:
+def compile_kernel(
+    arch: str, kind: str, *, has_bounds: bool, num_keys: int = 131_072
+) -> CompiledKernel:
+    """The kernel of 6 rows; `has_bounds` adds starts and a key mask."""
     from glm_compile.ops.indexer_scores import triton_kernel
     from glm_compile.ops.indexer_scores.config import default_config
 
@@ -478,8 +495,8 @@ def compile_kernel(arch: str, kind: str, *, has_mask: bool, num_keys: int = 131_
             else (None, 0, 0, 0)
         ),
         *(empty(1, rows, dtype=torch.int32), rows, 1),
-        *(None, 0, 0),
-        *((empty(1, 1, num_keys, dtype=torch.uint8), 0, 0, 1) if has_mask else (None, 0, 0, 0)),
+        *((empty(1, rows, dtype=torch.int64), rows, 1) if has_bounds else (None, 0, 0)),
+        *((empty(1, 1, num_keys, dtype=torch.uint8), 0, 0, 1) if has_bounds else (None, 0, 0, 0)),
         *(empty(1, rows, num_keys), rows, num_keys, dim**-0.5),
     ]
     constexprs = {
@@ -501,13 +518,13 @@ def compile_kernel(arch: str, kind: str, *, has_mask: bool, num_keys: int = 131_
 
 
 @pytest.mark.compile_only
-@pytest.mark.parametrize("has_mask", [False, True])
+@pytest.mark.parametrize("has_bounds", [False, True])
 @pytest.mark.parametrize("kind", ["contiguous", "paged", "fp8", "fp32"])
 @pytest.mark.parametrize("arch", ARCHS)
 def test_kernel_uses_tensor_cores_and_fits_in_registers(
-    arch: str, kind: str, has_mask: bool
+    arch: str, kind: str, has_bounds: bool
 ) -> None:
-    compiled: CompiledKernel = compile_kernel(arch, kind, has_mask=has_mask)
+    compiled = compile_kernel(arch, kind, has_bounds=has_bounds)
     assert compiled.stack_bytes == 0
     assert compiled.registers <= 192
     assert compiled.shared_bytes <= 64 * 1024
@@ -519,7 +536,7 @@ def test_kernel_uses_tensor_cores_and_fits_in_registers(
 @pytest.mark.compile_only
 def test_one_kernel_serves_every_length() -> None:
     binaries = {
-        compile_kernel("sm_90a", "fp8", has_mask=False, num_keys=t).cubin for t in (1000, 1024)
+        compile_kernel("sm_90a", "fp8", has_bounds=False, num_keys=t).cubin for t in (1000, 1024)
     }
     assert len(binaries) == 1
 
