@@ -168,7 +168,7 @@ class PagedCache(Cache):
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Write a step's latents [B,1,S,L] and rotated keys [B,1,S,P]; return all [B,1,T,*]."""
         if layer_idx == 0 or layer_idx >= self.num_decoder_layers:
-            self._check_step(key_states)
+            self._check_step(key_states, layer_idx)
         new_BSX = torch.cat((key_states, value_states), dim=-1).squeeze(1)
         paged_write(self.layers[layer_idx].latent_pages, new_BSX, self.block_table, self.lengths)
         if layer_idx == self._last_layer and not self._ends_with_indexer:
@@ -373,7 +373,12 @@ class PagedCache(Cache):
         latents_B1TX = latents_BTX.unsqueeze(1)
         return latents_B1TX[..., : self.kv_lora_rank], latents_B1TX[..., self.kv_lora_rank :]
 
-    def _check_step(self, key_states: torch.Tensor) -> None:
+    def _check_step(self, key_states: torch.Tensor, layer_idx: int) -> None:
+        if layer_idx >= len(self.layers):
+            raise ValueError(
+                f"PagedCache has {len(self.layers)} layers, but layer {layer_idx} writes to it; "
+                f"make it with num_mtp_layers={layer_idx - self.num_decoder_layers + 1}"
+            )
         if key_states.shape[0] != self._batch_size:
             raise ValueError(
                 f"PagedCache was made for batch_size={self._batch_size}, but this step has "

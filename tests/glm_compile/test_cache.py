@@ -438,3 +438,29 @@ def test_transformers_gives_no_warning():
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         generate(model, random_ids(1, 8), cache)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("index_dtype", [None, FP8])
+def test_steps_of_different_lengths_never_wait_for_the_device(index_dtype):
+    cache = PagedCache(tiny_config(), 2, 128, index_dtype=index_dtype, device="cuda")
+    cache.auto_advance = False
+    latents = torch.randn(2, 1, 6, 64, device="cuda")
+    keys_BSD = torch.randn(2, 6, 128, device="cuda")
+    kept = torch.tensor([6, 2], device="cuda")
+    lengths = torch.tensor([3, 4], device="cuda")
+    torch.cuda.synchronize()
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        for _ in range(3):
+            cache.causal_mask(6)
+            cache.update(latents, latents, 0)
+            cache.update_indexer(keys_BSD, 0)
+            cache.advance(kept)
+            cache.draft_mask()
+            cache.read_only().update(latents, latents, 0)
+        cache.set_lengths(lengths)
+        cache.crop(-1)
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    assert cache.lengths.tolist() == [2, 3]

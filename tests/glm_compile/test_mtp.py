@@ -438,6 +438,14 @@ class TestTensors:
         assert torch.equal(out, source.extend(ids, hidden, at, None, other)[0]) == is_equal
 
 
+def test_a_cache_without_mtp_rows_is_refused_with_the_reason():
+    model = tiny_model()
+    cache = PagedCache(model.config, 1, 64)
+    ids, at = torch.tensor([[3]]), torch.tensor([[0]])
+    with pytest.raises(ValueError, match=r"4 layers, but layer 4 writes.*num_mtp_layers=1"):
+        random_mtp(model).extend(ids, torch.randn(1, 1, 128), at, None, cache)
+
+
 def test_the_model_and_its_mtp_layer_fill_one_cache():
     """Verify and extend write the same positions; one advance moves both."""
     model = tiny_model()
