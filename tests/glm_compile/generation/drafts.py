@@ -1,13 +1,20 @@
-"""Drafts whose acceptance a test decides, and the runs that they are compared with."""
+"""Prompts, drafts whose acceptance a test decides, and the runs that they are compared with."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from typing import Any
 
+import pytest
 import torch
 
+import glm_compile
+from glm_compile.generation import api
+from glm_compile.generation.loop import DecodingLoop
 from glm_compile.mtp import GlmMoeDsaMtp
+
+NEW = 14
+VOCAB = 512
 
 # How many drafts of iteration i (0 = the block proposed behind the prompt) are right in row b.
 Plan = Callable[[int, int], int]
@@ -71,7 +78,7 @@ class ScriptedMtp:
 
     def _answer(self, positions_BS: torch.Tensor, like: torch.Tensor, index: int) -> torch.Tensor:
         """Hidden states that hold the token to draft: two behind the position of the row."""
-        answer = torch.zeros_like(like)
+        answer = torch.zeros(like.shape)
         for b, positions in enumerate(positions_BS.tolist()):
             is_right = self.plan(self.iteration, b) > index
             for s, position in enumerate(positions):
@@ -101,3 +108,65 @@ def greedy_reference(model: Any, ids: torch.Tensor, max_new_tokens: int, **kwarg
         # The model is kept, so that no other gets its id.
         _REFERENCES[key] = (model, text)
     return _REFERENCES[key][1].clone()
+
+
+def prompt_of(length: int, seed: int = 0) -> torch.Tensor:
+    return torch.randint(0, 500, (1, length), generator=torch.Generator().manual_seed(seed))
+
+
+def padded(
+    rows: Sequence[torch.Tensor], side: str, pad_id: int = 0
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Batch of prompts with the padding left, right, or in the middle."""
+    width = max(row.shape[1] for row in rows) + (side == "holes")
+    ids = torch.full((len(rows), width), pad_id)
+    mask = torch.zeros_like(ids)
+    for b, row in enumerate(rows):
+        length = row.shape[1]
+        if side == "left":
+            columns = list(range(width - length, width))
+        elif side == "right":
+            columns = list(range(length))
+        else:
+            columns = [0, *range(width - length + 1, width)]
+        ids[b, columns] = row[0]
+        mask[b, columns] = 1
+    return ids, mask
+
+
+def run(model: Any, ids: torch.Tensor, mtp: Any = None, **kwargs: Any) -> Any:
+    kwargs = {"max_new_tokens": NEW, "eos_token_id": None, "pad_token_id": 0} | kwargs
+    if "attention_mask" not in kwargs:
+        kwargs["attention_mask"] = torch.ones_like(ids)
+    return glm_compile.generate(model, ids, mtp=mtp, return_dict_in_generate=True, **kwargs)
+
+
+def unequal(iteration: int, row: int) -> int:
+    """Accepts that change between iterations and differ between rows."""
+    return [(3, 0), (0, 3), (2, 1), (1, 3)][iteration % 4][row % 2]
+
+
+def capture_loop(monkeypatch: pytest.MonkeyPatch, *call: Any, **kwargs: Any) -> DecodingLoop:
+    """The loop that a call would run, before it runs."""
+    loops: list[DecodingLoop] = []
+
+    class Stop(Exception):
+        pass
+
+    def stop(self: DecodingLoop) -> Any:
+        loops.append(self)
+        raise Stop
+
+    monkeypatch.setattr(api.DecodingLoop, "run", stop)
+    with pytest.raises(Stop):
+        run(*call, **kwargs)
+    monkeypatch.undo()
+    return loops[0]
+
+
+def cached_rows(cache: Any, layer: int, row: int) -> list[torch.Tensor]:
+    """Latents and index keys of one sequence, up to its length."""
+    pages = [cache.layers[layer].latent_pages, cache.layers[layer].key_pages]
+    length = int(cache.lengths[row])
+    table = cache.block_table[row].long()
+    return [p[table].flatten(0, 1)[:length] for p in pages if p is not None]

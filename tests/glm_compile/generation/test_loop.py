@@ -2,56 +2,32 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Any
 
 import pytest
 import torch
 
 import glm_compile
-from glm_compile.generation import api
-from glm_compile.generation.loop import DecodingLoop
-from tests.glm_compile.generation.drafts import ScriptedMtp, always, greedy_reference, random_mtp
+from tests.glm_compile.generation.drafts import (
+    NEW,
+    VOCAB,
+    ScriptedMtp,
+    always,
+    cached_rows,
+    capture_loop,
+    greedy_reference,
+    padded,
+    prompt_of,
+    random_mtp,
+    run,
+    unequal,
+)
 from tests.tiny_models import tiny_config, tiny_model
-
-NEW = 14
-VOCAB = 512
 
 
 @pytest.fixture(scope="module")
 def model() -> Any:
     return tiny_model()
-
-
-def prompt_of(length: int, seed: int = 0) -> torch.Tensor:
-    return torch.randint(0, 500, (1, length), generator=torch.Generator().manual_seed(seed))
-
-
-def padded(
-    rows: Sequence[torch.Tensor], side: str, pad_id: int = 0
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Batch of prompts with the padding left, right, or in the middle."""
-    width = max(row.shape[1] for row in rows) + (side == "holes")
-    ids = torch.full((len(rows), width), pad_id)
-    mask = torch.zeros_like(ids)
-    for b, row in enumerate(rows):
-        length = row.shape[1]
-        if side == "left":
-            columns = list(range(width - length, width))
-        elif side == "right":
-            columns = list(range(length))
-        else:
-            columns = [0, *range(width - length + 1, width)]
-        ids[b, columns] = row[0]
-        mask[b, columns] = 1
-    return ids, mask
-
-
-def run(model: Any, ids: torch.Tensor, mtp: Any = None, **kwargs: Any) -> Any:
-    kwargs = {"max_new_tokens": NEW, "eos_token_id": None, "pad_token_id": 0} | kwargs
-    if "attention_mask" not in kwargs:
-        kwargs["attention_mask"] = torch.ones_like(ids)
-    return glm_compile.generate(model, ids, mtp=mtp, return_dict_in_generate=True, **kwargs)
 
 
 # index_topk is 8: prompts and texts on both sides of it.
@@ -151,23 +127,6 @@ def test_padded_rows_equal_their_own_runs(model: Any, side: str, num_drafts: int
         assert torch.equal(result.sequences[b, ids.shape[1] :], expected), b
 
 
-def unequal(iteration: int, row: int) -> int:
-    """Accepts that change between iterations and differ between rows."""
-    return [(3, 0), (0, 3), (2, 1), (1, 3)][iteration % 4][row % 2]
-
-
-def test_unequal_accepts_equal_the_rows_own_runs(model: Any) -> None:
-    rows = [prompt_of(12), prompt_of(5, 1)]
-    ids, mask = padded(rows, "left")
-    references = [greedy_reference(model, row, NEW) for row in rows]
-    sequences = [reference[0].tolist() for reference in references]
-    mtp = ScriptedMtp(sequences, unequal, VOCAB, inner=random_mtp(model))
-    result = run(model, ids, mtp, num_draft_tokens=3, attention_mask=mask)
-    assert result.accept_lengths[:4].tolist() == [[4, 1], [1, 4], [3, 2], [2, 4]]
-    for b, (row, reference) in enumerate(zip(rows, references)):
-        assert torch.equal(result.sequences[b, ids.shape[1] :], reference[0, row.shape[1] :])
-
-
 def test_rows_end_at_different_tokens_and_are_padded(model: Any) -> None:
     rows = [prompt_of(12), prompt_of(5, 1), prompt_of(6, 2)]
     ids, mask = padded(rows, "left")
@@ -205,66 +164,6 @@ def test_prompts_in_chunks(model: Any) -> None:
 # -- the caches behind it ----------------------------------------------------------------------
 
 
-def capture_loop(monkeypatch: pytest.MonkeyPatch, *call: Any, **kwargs: Any) -> DecodingLoop:
-    """The loop that a call would run, before it runs."""
-    loops: list[DecodingLoop] = []
-
-    class Stop(Exception):
-        pass
-
-    def stop(self: DecodingLoop) -> Any:
-        loops.append(self)
-        raise Stop
-
-    monkeypatch.setattr(api.DecodingLoop, "run", stop)
-    with pytest.raises(Stop):
-        run(*call, **kwargs)
-    monkeypatch.undo()
-    return loops[0]
-
-
-def cached_rows(cache: Any, layer: int, row: int) -> list[torch.Tensor]:
-    """Latents and index keys of one sequence, up to its length."""
-    pages = [cache.layers[layer].latent_pages, cache.layers[layer].key_pages]
-    length = int(cache.lengths[row])
-    table = cache.block_table[row].long()
-    return [p[table].flatten(0, 1)[:length] for p in pages if p is not None]
-
-
-@pytest.mark.parametrize("index_share", [True, False])
-def test_caches_equal_ones_rebuilt_from_scratch(
-    model: Any, monkeypatch: pytest.MonkeyPatch, index_share: bool
-) -> None:
-    rows = [prompt_of(12), prompt_of(5, 1)]
-    ids, mask = padded(rows, "left")
-    sequences = [greedy_reference(model, row, 30)[0].tolist() for row in rows]
-    inner = random_mtp(model)
-    mtp: Any = ScriptedMtp(sequences, unequal, VOCAB, inner=inner) if index_share else inner
-    loop = capture_loop(
-        monkeypatch, model, ids, mtp, num_draft_tokens=3, attention_mask=mask,
-        max_new_tokens=30, index_share=index_share,
-    )  # fmt: skip
-    relay = loop._prefill()
-    for _ in range(4):
-        relay = loop._iterate(relay)
-    cache = loop.cache
-    if index_share:
-        assert cache.lengths.tolist() == [12 + 10, 5 + 11]
-    num_layers = len(cache.layers)
-    for b, sequence in enumerate(sequences):
-        length = int(cache.lengths[b])
-        text = torch.tensor([sequence[: length + 1]])
-        fresh = glm_compile.PagedCache(model.config, 1, 64, num_mtp_layers=1)
-        fresh.auto_advance = False
-        zero = torch.zeros(1, dtype=torch.long)
-        hidden, _ = loop.target.prompt(text[:, :-1], zero, fresh)
-        inner.extend(text[:, 1:], hidden, torch.arange(length)[None], None, fresh)
-        fresh.set_lengths(length)
-        for layer in range(num_layers):
-            for ours, rebuilt in zip(cached_rows(cache, layer, b), cached_rows(fresh, layer, 0)):
-                torch.testing.assert_close(ours, rebuilt, rtol=1e-4, atol=1e-4)
-
-
 def test_the_drafts_equal_ones_made_from_scratch(
     model: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -288,34 +187,6 @@ def test_the_drafts_equal_ones_made_from_scratch(
         assert torch.equal(draft, relay.drafts_Bk[:, step : step + 1]), step
         position = torch.tensor([[length + step]])
         hidden = mtp.draft(draft, hidden, position, None, fresh, seed)
-
-
-@pytest.mark.parametrize("index_share", [True, False])
-def test_a_poisoned_tail_is_never_selected(
-    model: Any, monkeypatch: pytest.MonkeyPatch, index_share: bool
-) -> None:
-    ids = prompt_of(12)
-    expected = greedy_reference(model, ids, 30)
-    mtp: Any = random_mtp(model)
-    if index_share:
-        mtp = ScriptedMtp(expected.tolist(), unequal, VOCAB, inner=mtp)
-    loop = capture_loop(
-        monkeypatch, model, ids, mtp, num_draft_tokens=3, max_new_tokens=20, index_share=index_share
-    )
-
-    def poison() -> None:
-        for layer in loop.cache.layers:
-            for pages in (layer.latent_pages, layer.key_pages):
-                if pages is not None:
-                    rows = pages[loop.cache.block_table[0].long()].flatten(0, 1)
-                    rows[int(loop.cache.lengths[0]) :] = 1e3
-                    pages[loop.cache.block_table[0].long()] = rows.view_as(pages)
-
-    relay = loop._prefill()
-    while not all(loop.finished):
-        poison()
-        relay = loop._iterate(relay)
-    assert torch.equal(loop.text_BW[:, : 12 + 20], expected[:, : 12 + 20])
 
 
 def test_a_finished_row_writes_behind_its_frozen_length_only(

@@ -13,8 +13,7 @@ from torch._dynamo.testing import CompileCounterWithBackend
 import glm_compile
 from glm_compile.errors import UnsupportedError
 from glm_compile.generation.steps import Steps, select_row, unwrap_compiled
-from tests.glm_compile.generation.drafts import greedy_reference, random_mtp
-from tests.glm_compile.generation.test_loop import padded, prompt_of
+from tests.glm_compile.generation.drafts import greedy_reference, padded, prompt_of, random_mtp
 from tests.tiny_models import tiny_config, tiny_model
 
 OPTIONS = {"inner": "eager"}
@@ -111,26 +110,6 @@ def test_compiled_steps_keep_a_cache_while_it_is_large_enough(model: Any) -> Non
 def test_select_row() -> None:
     values = torch.arange(12).view(2, 3, 2)
     assert select_row(values, torch.tensor([2, 0])).tolist() == [[[4, 5]], [[6, 7]]]
-
-
-def test_a_fixed_number_of_compilations(model: Any) -> None:
-    """64 steps, prompts of four lengths (one token among them), with and without drafts, twice."""
-    counter = CompileCounterWithBackend("eager")
-    compiled = torch.compile(model, backend=counter, fullgraph=True)
-    mtp = random_mtp(model)
-    counts = []
-    for length in (5, 9, 1, 20):
-        ids = prompt_of(length)
-        expected = greedy_reference(model, ids, 24)
-        for drafts in (0, 3, 0, 3):
-            got = glm_compile.generate(
-                compiled, ids, mtp=mtp, num_draft_tokens=drafts, max_new_tokens=24,
-                eos_token_id=None,
-            )  # fmt: skip
-            assert torch.equal(got, expected)
-        counts.append(counter.frame_count)
-    # Prompt, decode; verify, the MTP layer's prompt, draft-extend, draft step.
-    assert counts == [6, 6, 6, 6]
 
 
 def test_a_compiled_model_through_the_backend_with_ragged_rows() -> None:
