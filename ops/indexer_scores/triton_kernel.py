@@ -27,7 +27,6 @@ _PAGE_SIZE = tl.constexpr(64)
         "stride_table_b",
         "stride_mask_b",
         "stride_mask_s",
-        "stride_k_b",
     ]
 )
 def indexer_scores_kernel(
