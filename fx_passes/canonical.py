@@ -653,6 +653,8 @@ def last_dim_slice(node: fx.Node) -> Slice:
 
 
 def _one_slice(node: fx.Node) -> Slice | None:
+    if is_call(node, aten.alias.default):
+        return Slice(args(node)[0], 0, 1, shape_of(node)[-1])
     if is_call(node, aten.slice.Tensor):
         arguments = named_args(node)
         source, dim = arguments["self"], arguments["dim"]
@@ -846,9 +848,10 @@ def rope_table(node: fx.Node, x: fx.Node, used: int, rope_dim: int, what: str) -
     """
     peeled = peel(node)
     table = last_dim_slice(peeled.source)
-    base = table.source
     if (table.start, table.step, table.length) != (0, 1, used):
         raise No(f"{what} is read as {table.length} from {table.start}, expected {used} from 0")
+    inner = peel(table.source)
+    base = inner.source
     shape = shape_of(base)
     if len(shape) != 3 or not is_same(shape[-1], rope_dim):
         raise No(f"{what} has shape {list(shape)}, expected [batch or 1, tokens, {rope_dim}]")
@@ -857,7 +860,12 @@ def rope_table(node: fx.Node, x: fx.Node, used: int, rope_dim: int, what: str) -
     batch, tokens = shape_of(x)[:2]
     if not is_same(shape[1], tokens) or not (is_same(shape[0], 1) or is_same(shape[0], batch)):
         raise No(f"{what} has shape {list(shape)}, its input {list(shape_of(x))}")
-    layout = layout_after(axes(B=shape[0], S=shape[1], P=used), peeled.chain)
+    own = axes(B=shape[0], S=shape[1], P=used)
+    # Views before the slice see the whole table, those behind it the used part.
+    whole = layout_after(axes(B=shape[0], S=shape[1], P=rope_dim), inner.chain)
+    layout = None
+    if whole is not None and names((whole[-1],)) == names((own[-1],)):
+        layout = layout_after((*whole[:-1], own[-1]), peeled.chain)
     wanted = axes(B=shape[0], S=shape[1], **{f"h{i}": 1 for i in shape_of(x)[2:-1]}, P=used)
     if layout is None or names(_strip_repeats(layout)) != names(wanted):
         raise No(f"{what} is not laid out as one row a token of {describe(x)}")
@@ -1027,9 +1035,11 @@ def index_scores(node: fx.Node) -> IndexScores:
     q, k, sizes = found
     chain = (*outer.chain, *heads.nodes, *after.chain, relu_node, *before.chain, *products.nodes)
     interior = tuple(n for n in chain if n is not node)
-    for inner in interior:
+    ends = (torch.ops.glm.masked_topk.default, aten.sym_size.int)
+    for inner in (*interior, node):
         for user in inner.users:
-            if user is not node and user not in interior:
+            is_end = inner is node and is_call(user, *ends)
+            if user is not node and user not in interior and not is_end:
                 raise No(f"index scores ({inner.name}) are also read by {describe(user)}")
     return IndexScores(node, q, k, weights.source, scale, interior, sizes)
 
@@ -1066,7 +1076,7 @@ def _score_operands(
     """(q, k, sizes) if the three sources' axes come out as [B, S, T]; checks the casts."""
     batch, tokens, num_keys = outer_sizes
     q, k = _cast_source(q_node, "q"), _cast_source(k_node, "k")
-    head_dim, num_heads = shape_of(q.source)[-1], shape_of(weights.source)[-1]
+    head_dim, num_heads = shape_of(k.source)[-1], shape_of(weights.source)[-1]
     if dtype_of(q.source) != dtype_of(k.source):
         raise No(
             f"index keys are {dtype_of(k.source)} and queries {dtype_of(q.source)}, "

@@ -45,7 +45,14 @@ class MergeLinears:
     def __call__(self, graph_module: fx.GraphModule) -> MergeResult:
         result = MergeResult(self.name)
         graph = graph_module.graph
-        taken: set[fx.Node] = set()
+        # A weight lies in one place, also if a run before this one has merged it.
+        taken = {
+            weight
+            for call in graph.find_nodes(
+                op="call_function", target=torch.ops.glm.merged_linear.default
+            )
+            for weight in canonical.args(call)[1]
+        }
         for readers in _readers_of_one_input(graph):
             for group in self._groups(readers, taken, result):
                 self._merge(graph, group)

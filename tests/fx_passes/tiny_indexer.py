@@ -127,9 +127,7 @@ def make_inputs(
     )
 
 
-def trace(
-    fn: Callable, *args: Any, level: str = "plain", symbolic: bool = False
-) -> fx.GraphModule:
+def trace(fn: Callable, *args: Any, level: str = "plain", symbolic: bool = False) -> fx.GraphModule:
     """The functional ATen graph of `fn`, with fake values."""
     gm = make_fx(
         fn,
@@ -148,6 +146,7 @@ def trace_indexer(
     symbolic: bool = False,
     cache: torch.Tensor | None = None,
     dynamic_cache: bool = False,
+    key_mask: torch.Tensor | None = None,
     **options: Any,
 ) -> tuple[fx.GraphModule, list[torch.Tensor]]:
     """(graph, its inputs): the weights, then the inputs, then the cache.
@@ -158,7 +157,7 @@ def trace_indexer(
     """
     names = list(dict(module.named_parameters()))
     values = [p.detach() for p in module.parameters()]
-    extra = [] if cache is None else [cache]
+    extra = [t for t in (cache, key_mask) if t is not None]
     num_tokens = inputs.hidden.shape[1]
 
     def run(*flat: torch.Tensor) -> Any:
@@ -172,7 +171,8 @@ def trace_indexer(
             else:
                 where = torch.arange(keys.shape[1] - num_tokens, keys.shape[1])
                 store = lambda k: keys.index_copy(1, where, k)  # noqa: E731
-        return functional_call(module, weights, (*rest[:5], store), options)
+        mask = None if key_mask is None else rest[-1]
+        return functional_call(module, weights, (*rest[:5], store, mask), options)
 
     flat = [*values, *inputs.args(), *extra]
     return trace(run, *flat, level=level, symbolic=symbolic), flat

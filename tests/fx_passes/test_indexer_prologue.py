@@ -1,0 +1,376 @@
+"""indexer_prologue: norm, rotations and head weights become one op, near misses say why not."""
+
+from __future__ import annotations
+
+import itertools
+from typing import Any
+
+import pytest
+import torch
+from torch import fx, nn
+from transformers import DynamicCache, StaticCache
+
+from glm_compile.cache import PagedCache
+from glm_compile.fx_passes.base import PassOptions
+from glm_compile.fx_passes.indexer_prologue import IndexerPrologue
+from glm_compile.fx_passes.indexer_topk import IndexerTopk
+from tests.fx_passes.aten_graphs import (
+    LEVELS,
+    capture,
+    count_ops,
+    graph_text,
+    mark_indexer_topk,
+)
+from tests.fx_passes.tiny_indexer import D, P, TinyIndexer, make_inputs, trace_indexer
+from tests.tiny_models import CACHE_ARGUMENT, tiny_config, tiny_model
+
+DTYPES = (torch.float32, torch.bfloat16)
+OP = "glm.indexer_prologue"
+
+
+def apply(gm: fx.GraphModule, options: PassOptions | None = None, topk: bool = True) -> Any:
+    options = options or PassOptions()
+    if topk:
+        IndexerTopk(options)(gm)
+    result = IndexerPrologue(options)(gm)
+    gm.graph.lint()
+    return result
+
+
+def check_equal(gm: fx.GraphModule, flat: list[torch.Tensor], **options: Any) -> Any:
+    """Apply, compare selection and keys with those before, apply again."""
+    selected, keys = gm(*flat)
+    result = apply(gm, **options)
+    assert (result.num_matches, result.declined) == (1, [])
+    new_selected, new_keys = gm(*flat)
+    assert torch.equal(selected, new_selected)
+    rounding = 4e-6 if keys.dtype == torch.float32 else 2**-6
+    torch.testing.assert_close(new_keys, keys, atol=rounding, rtol=rounding)
+    text = graph_text(gm)
+    assert apply(gm).num_matches == 0
+    assert graph_text(gm) == text
+    return result
+
+
+@pytest.mark.parametrize("level", LEVELS)
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(("batch", "tokens"), [(1, 1), (2, 1), (2, 6), (1, 48)])
+@pytest.mark.parametrize("cache", ["none", "static", "dynamic"])
+def test_prologue_becomes_one_op_with_equal_results(
+    level: str, dtype: torch.dtype, batch: int, tokens: int, cache: str
+) -> None:
+    past = 0 if cache == "none" else 9
+    keys = None
+    if cache != "none":
+        keys = torch.randn(batch, past + tokens * (cache == "static"), D, dtype=dtype)
+    gm, flat = trace_indexer(
+        TinyIndexer(dtype),
+        make_inputs(batch, tokens, past, dtype),
+        level=level,
+        cache=keys,
+        dynamic_cache=cache == "dynamic",
+    )
+    check_equal(gm, flat)
+    ops = count_ops(gm)
+    assert ops[OP] == 1
+    gone = ("aten.native_layer_norm", "aten.var_mean.correction", "aten.sub.Tensor", "aten.rsqrt")
+    assert not any(ops[name] for name in gone)
+
+
+@pytest.mark.parametrize("level", LEVELS)
+def test_prologue_is_found_without_indexer_topk(level: str) -> None:
+    gm, flat = trace_indexer(TinyIndexer(), make_inputs(past=0), level=level)
+    before = gm(*flat)
+    result = apply(gm, topk=False)
+    assert (result.num_matches, result.declined) == (1, [])
+    assert torch.equal(gm(*flat)[0], before[0])
+    assert apply(gm, topk=False).num_matches == 0
+    assert apply(gm).num_matches == 0
+
+
+@pytest.mark.parametrize("level", LEVELS)
+def test_constants_come_from_the_graph(level: str) -> None:
+    module = TinyIndexer()
+    module.gate_scale = 0.3
+    module.k_norm.eps = 1e-3
+    gm, flat = trace_indexer(module, make_inputs(past=0), level=level)
+    check_equal(gm, flat)
+    (call,) = gm.graph.find_nodes(op="call_function", target=torch.ops.glm.indexer_prologue.default)
+    assert call.args[5] == pytest.approx(1e-3)
+    assert call.args[8] is True
+    assert call.args[9] == pytest.approx(0.3)
+
+
+@pytest.mark.parametrize("level", LEVELS)
+def test_gates_in_fp32_beside_bf16_stay_fp32(level: str) -> None:
+    module = TinyIndexer(torch.bfloat16, gates=torch.float32)
+    gm, flat = trace_indexer(module, make_inputs(past=0, dtype=torch.bfloat16), level=level)
+    check_equal(gm, flat)
+    (call,) = gm.graph.find_nodes(op="call_function", target=torch.ops.glm.indexer_prologue.default)
+    assert call.args[2].meta["val"].dtype == torch.float32
+
+
+class HalfSplit(TinyIndexer):
+    """DeepSeek's `apply_rotary_pos_emb`."""
+
+    def rotate_one(self, x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
+        x1, x2 = x[..., : P // 2], x[..., P // 2 :]
+        return x * cos.unsqueeze(2) + torch.cat((-x2, x1), dim=-1) * sin.unsqueeze(2)
+
+
+class HalfSplitByHalves(TinyIndexer):
+    def rotate_one(self, x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
+        cos, sin = cos[..., : P // 2].unsqueeze(2), sin[..., : P // 2].unsqueeze(2)
+        x1, x2 = x.chunk(2, dim=-1)
+        return torch.cat([x1 * cos - x2 * sin, x2 * cos + x1 * sin], dim=-1)
+
+
+class OtherOrder(TinyIndexer):
+    """Interleaved, the products and sums the other way round, one cat, slices instead of splits."""
+
+    def rotate(
+        self, q: torch.Tensor, k: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        cos, sin = cos[..., None, : P // 2], sin[..., None, : P // 2]
+
+        def one(x: torch.Tensor) -> torch.Tensor:
+            x1, x2 = x[..., 0:P:2], x[..., 1:P:2]
+            return torch.cat([cos * x1 - sin * x2, sin * x1 + cos * x2, x[..., P:]], dim=-1)
+
+        return one(q), one(k).reshape(*k.shape[:2], D)
+
+
+@pytest.mark.parametrize("level", LEVELS)
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(
+    ("kind", "interleaved"), [(HalfSplit, False), (HalfSplitByHalves, False), (OtherOrder, True)]
+)
+def test_both_rotations_are_found_in_every_spelling(
+    kind: type[TinyIndexer], interleaved: bool, dtype: torch.dtype, level: str
+) -> None:
+    gm, flat = trace_indexer(kind(dtype), make_inputs(past=0, dtype=dtype), level=level)
+    check_equal(gm, flat)
+    (call,) = gm.graph.find_nodes(op="call_function", target=torch.ops.glm.indexer_prologue.default)
+    assert call.args[8] is interleaved
+
+
+class RmsNorm(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.rand(D) + 0.5)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.weight * (x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + 1e-6))
+
+
+def with_norm(norm: nn.Module) -> type[TinyIndexer]:
+    class WithNorm(TinyIndexer):
+        def __init__(self, dtype: torch.dtype = torch.float32) -> None:
+            super().__init__(dtype)
+            self.k_norm = norm.to(dtype)
+
+    return WithNorm
+
+
+class ExtraCastBeforeNorm(TinyIndexer):
+    def project_k(self, hidden: torch.Tensor) -> torch.Tensor:
+        return self.k_norm(self.wk(hidden).to(torch.float64).float()).unsqueeze(2)
+
+
+class ExtraCastBeforeRope(TinyIndexer):
+    def project_q(self, q_resid: torch.Tensor) -> torch.Tensor:
+        return super().project_q(q_resid).to(torch.bfloat16).float()
+
+
+class ScaledAfterNorm(TinyIndexer):
+    def project_k(self, hidden: torch.Tensor) -> torch.Tensor:
+        return super().project_k(hidden) * 1.5
+
+
+class DifferentCos(TinyIndexer):
+    def rotate(
+        self, q: torch.Tensor, k: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        return super().rotate(q, k, cos, sin)[0], super().rotate(q, k, cos * 1.0001, sin)[1]
+
+
+class DifferentKinds(TinyIndexer):
+    def rotate(
+        self, q: torch.Tensor, k: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        other = HalfSplit.rotate_one(self, q[..., :P], cos, sin)
+        return torch.cat([other, q[..., P:]], dim=-1), super().rotate(q, k, cos, sin)[1]
+
+
+class WrongSign(TinyIndexer):
+    def rotate_one(self, x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
+        cos, sin = cos[..., : P // 2].unsqueeze(2), sin[..., : P // 2].unsqueeze(2)
+        x1, x2 = x[..., 0::2], x[..., 1::2]
+        return torch.cat([x1 * cos + x2 * sin, x2 * cos - x1 * sin], dim=-1)
+
+
+class SecondHalfOfCos(TinyIndexer):
+    def rotate_one(self, x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
+        return super().rotate_one(x, cos.roll(P // 2, -1)[..., P // 4 :], sin)
+
+
+class RopeInFp32(TinyIndexer):
+    def rotate_one(self, x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
+        return super().rotate_one(x.float(), cos.float(), sin.float()).to(x.dtype)
+
+
+class GatesScaledInBf16(TinyIndexer):
+    def head_weights(self, hidden: torch.Tensor) -> torch.Tensor:
+        return (self.weights_proj(hidden) * self.gate_scale).float()
+
+
+class GatesRounded(TinyIndexer):
+    def head_weights(self, hidden: torch.Tensor) -> torch.Tensor:
+        return self.weights_proj(hidden).to(torch.bfloat16).float() * self.gate_scale
+
+
+class NormAlsoReturned(TinyIndexer):
+    def project_k(self, hidden: torch.Tensor) -> torch.Tensor:
+        self.normed = self.k_norm(self.wk(hidden))
+        return self.normed.unsqueeze(2)
+
+    def finish(self, selected: torch.Tensor, k: torch.Tensor, scores: torch.Tensor) -> Any:
+        return selected, k, self.normed.sum()
+
+
+class NoRope(TinyIndexer):
+    def rotate(
+        self, q: torch.Tensor, k: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        return q, k.squeeze(2)
+
+
+@pytest.mark.parametrize("level", LEVELS)
+@pytest.mark.parametrize(
+    ("kind", "dtype", "reason"),
+    [
+        (with_norm(RmsNorm()), torch.float32, "k_norm is an RMSNorm, expected LayerNorm with bias"),
+        (
+            with_norm(nn.LayerNorm(D, bias=False)),
+            torch.float32,
+            "k_norm: ",
+        ),
+        (
+            ExtraCastBeforeNorm,
+            torch.float32,
+            "extra cast between wk and k_norm (float32 -> float64 -> float32)",
+        ),
+        (ExtraCastBeforeRope, torch.float32, "extra cast between wq_b and the rotation"),
+        (ScaledAfterNorm, torch.float32, "k_norm: expected LayerNorm with bias, found mul.Tensor"),
+        (DifferentCos, torch.float32, "rope: different cos for q"),
+        (DifferentKinds, torch.float32, "rope: q is rotated half-split and k interleaved"),
+        (WrongSign, torch.float32, "expected cat(x1 cos - x2 sin, x2 cos + x1 sin)"),
+        (SecondHalfOfCos, torch.float32, "cos"),
+        (RopeInFp32, torch.bfloat16, "rope of q"),
+        (GatesScaledInBf16, torch.bfloat16, "scaled in torch.bfloat16, expected float32 (IDX-2)"),
+        (GatesRounded, torch.float32, "float32 -> bfloat16 -> float32"),
+        (NormAlsoReturned, torch.float32, "inside the region, is also read by sum"),
+        (NoRope, torch.float32, "rope of q: expected cat(rotated, passed)"),
+    ],
+)
+def test_near_misses_are_declined_and_left_alone(
+    kind: type[TinyIndexer], dtype: torch.dtype, reason: str, level: str
+) -> None:
+    gm, _ = trace_indexer(kind(dtype), make_inputs(past=0, dtype=dtype), level=level)
+    IndexerTopk(PassOptions())(gm)
+    text = graph_text(gm)
+    result = apply(gm)
+    assert result.num_matches == 0
+    assert reason in result.declined[0].reason
+    assert graph_text(gm) == text
+
+
+@pytest.mark.parametrize("level", LEVELS)
+def test_a_norm_in_fp32_between_matching_casts_is_a_norm(level: str) -> None:
+    class NormInFp32(TinyIndexer):
+        def project_k(self, hidden: torch.Tensor) -> torch.Tensor:
+            return self.k_norm(self.wk(hidden).float()).to(torch.bfloat16).unsqueeze(2)
+
+    module = NormInFp32(torch.bfloat16, norm=torch.float32)
+    gm, flat = trace_indexer(module, make_inputs(past=0, dtype=torch.bfloat16), level=level)
+    check_equal(gm, flat)
+
+
+def test_gates_that_need_the_stored_keys_are_declined() -> None:
+    """The op makes gates and keys at once, so gates cannot depend on the store."""
+
+    class Circular(TinyIndexer):
+        def rotate(self, *args: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+            q, self.key = super().rotate(*args)
+            return q, self.key
+
+        def head_weights(self, hidden: torch.Tensor) -> torch.Tensor:
+            return super().head_weights(hidden + self.key.mean())
+
+    gm, _ = trace_indexer(Circular(), make_inputs(past=0))
+    assert "before it can be computed" in apply(gm).declined[0].reason
+
+
+def run_model(
+    kind: str, options: PassOptions, level: str, dtype: torch.dtype = torch.float32
+) -> tuple[Any, Any, torch.Tensor]:
+    """Run 6 tokens after 20 in a one-layer model: (graph, (cache, eager's cache), difference)."""
+    config = tiny_config(num_hidden_layers=1, indexer_types=["full"], first_k_dense_replace=1)
+    model = tiny_model(config, dtype=dtype)
+    make_cache = {
+        "static": lambda: StaticCache(config, max_cache_len=64),
+        "dynamic": lambda: DynamicCache(config=config),
+        "paged": lambda: PagedCache(config, 2, 128, dtype=dtype),
+        "paged_fp8": lambda: PagedCache(
+            config, 2, 128, dtype=dtype, index_dtype=torch.float8_e4m3fn
+        ),
+    }[kind]
+    ids = torch.randint(0, config.vocab_size, (2, 26), generator=torch.Generator().manual_seed(3))
+    cache = make_cache()
+    model(ids[:, :20], **{CACHE_ARGUMENT: cache})
+    passes = (IndexerTopk(options), IndexerPrologue(options))
+    output, captured = capture(
+        model,
+        ids[:, 20:],
+        level=level,
+        passes=passes,
+        dynamo_stage=mark_indexer_topk,
+        **{CACHE_ARGUMENT: cache},
+    )
+    expected_cache = make_cache()
+    model(ids[:, :20], **{CACHE_ARGUMENT: expected_cache})
+    expected = model(ids[:, 20:], **{CACHE_ARGUMENT: expected_cache}).logits
+    return captured, (cache, expected_cache), output.logits - expected
+
+
+@pytest.mark.parametrize(
+    ("kind", "level"), [*itertools.product(["static", "paged"], LEVELS), ("dynamic", "plain")]
+)
+def test_unmodified_model_matches_once_a_full_layer(kind: str, level: str) -> None:
+    captured, _, difference = run_model(kind, PassOptions(), level)
+    assert captured.results["indexer_topk"].num_matches == 1
+    assert captured.results["indexer_prologue"].num_matches == 1
+    assert captured.results["indexer_prologue"].matched == ["model.layers.0.self_attn.indexer"]
+    assert float(difference.abs().max()) < 2e-5
+
+
+@pytest.mark.parametrize("level", LEVELS)
+def test_fp8_tier_stores_the_keys_in_the_op(level: str) -> None:
+    captured, caches, _ = run_model("paged_fp8", PassOptions(indexer_dtype="fp8"), level)
+    assert captured.results["indexer_prologue"].num_matches == 1
+    ops = count_ops(captured.after)
+    assert ops["glm.indexer_prologue_fp8"] == ops["glm.indexer_scores_paged"] == 1
+    assert ops["glm.paged_write_fp8"] == ops["glm.paged_gather_fp8"] == ops["glm.fp8_quant"] == 0
+    pages, expected = (cache.layers[0].key_pages for cache in caches)
+    assert torch.equal(pages, expected)
+
+
+def test_fp8_tier_without_fp8_pages_says_what_it_needs() -> None:
+    captured, _, difference = run_model("static", PassOptions(indexer_dtype="fp8"), "plain")
+    for name in ("indexer_topk", "indexer_prologue"):
+        result = captured.results[name]
+        assert result.num_matches == 0
+        assert [d.reason for d in result.declined] == [
+            "indexer_dtype='fp8' needs PagedCache(index_dtype=torch.float8_e4m3fn)"
+        ]
+    assert float(difference.abs().max()) < 2e-5
