@@ -10,7 +10,7 @@ import torch
 from torch import fx
 from transformers import DynamicCache, StaticCache
 
-from glm_compile.fx_passes.base import PassResult
+from glm_compile.fx_passes.base import No, PassResult
 from glm_compile.fx_passes.layer_kinds import LayerKinds, split_layer_kinds
 from glm_compile.fx_passes.mark_attention import mark_attention
 from glm_compile.fx_passes.mask import MaskResult, prove_mask
@@ -29,6 +29,7 @@ class Recorder:
     masks: list[MaskResult] = field(default_factory=list)
     graphs: list[fx.GraphModule] = field(default_factory=list)
     splits: list[LayerKinds] = field(default_factory=list)
+    unsplit: list[str] = field(default_factory=list)
 
     def __call__(
         self, graph_module: fx.GraphModule, example_inputs: list[Any], **_options: Any
@@ -39,7 +40,11 @@ class Recorder:
             self.masks.append(prove_mask(graph_module, example_inputs))
         if not self.kinds:
             return graph_module.forward
-        split = split_layer_kinds(graph_module, example_inputs)
+        try:
+            split = split_layer_kinds(graph_module, example_inputs)
+        except No as no:
+            self.unsplit.append(str(no))
+            return graph_module.forward
         self.splits.append(split)
         return split.make_runner([kind.graph_module for kind in split.kinds])
 
