@@ -1,15 +1,15 @@
 """Say what the backend would replace in a model, without compiling or computing anything.
 
-The model is copied onto the `meta` device (shapes, no weights), given a cache of the asked
-length, and traced once; the passes run on the graph, and the report tells what they found. The
-release's 78 layers need neither its weights nor a GPU.
+The model is copied with fake tensors (shapes, no weights), given a fake cache of the asked length,
+and traced once; the passes run on the graph, and the report tells what they found. The release's 78
+layers need neither its weights nor a GPU.
 """
 
 from __future__ import annotations
 
+import contextlib
 import copy
-import logging
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -20,8 +20,6 @@ from glm_compile.report import CompileReport
 
 if TYPE_CHECKING:
     from glm_compile.mtp import GlmMoeDsaMtp
-
-logger = logging.getLogger(__name__)
 
 CACHES = ("static", "paged", "dynamic", None)
 
@@ -75,8 +73,8 @@ def _explain_model(
 ) -> CompileReport:
     from glm_compile.model_facts import cache_argument
 
-    shapes = _on_meta(model)
-    with torch.no_grad(), torch.device("meta"):
+    fake = _Fake(model)
+    with fake:
         cache = _make_cache(model, batch_size, query_len, cache_len, cache_kind, options)
         ids = torch.zeros(batch_size, query_len, dtype=torch.int64)
     kwargs: dict[str, Any] = {"use_cache": cache is not None}
@@ -86,7 +84,7 @@ def _explain_model(
     def step(module: nn.Module, input_ids: torch.Tensor, kwargs: dict[str, Any]) -> Any:
         return module(input_ids, **kwargs)
 
-    report = _trace(step, (shapes, ids, kwargs), options)
+    report = _trace(step, (fake.copy(model), ids, kwargs), options)
     _add_weights(report, model)
     return report
 
@@ -96,17 +94,16 @@ def _explain_mtp(
 ) -> CompileReport:
     from glm_compile.cache import PagedCache
 
-    shapes: GlmMoeDsaMtp = _on_meta(mtp)
     model = mtp._model
     weight = model.lm_head.weight
-    with torch.no_grad(), torch.device("meta"):
+    fake = _Fake(model)
+    with fake:
         cache = PagedCache(
             model.config,
             batch_size,
             cache_len + query_len,
             dtype=weight.dtype,
             index_dtype=_index_dtype(options),
-            device="meta",
             num_mtp_layers=1,
         )
         ids = torch.zeros(batch_size, query_len, dtype=torch.int64)
@@ -119,7 +116,7 @@ def _explain_mtp(
         positions = cache.lengths[:, None] + offsets
         return module.extend(ids, hidden, positions, None, cache)
 
-    report = _trace(step, (shapes, ids, hidden, cache), options)
+    report = _trace(step, (fake.copy(mtp), ids, hidden, cache), options)
     _add_weights(report, mtp)
     return report
 
@@ -169,7 +166,7 @@ def _make_cache(
     kind: str | None,
     options: CompileOptions,
 ) -> Any:
-    """A cache on `meta` that holds `cache_len` tokens, or None."""
+    """A cache that holds `cache_len` tokens, or None."""
     from transformers import DynamicCache, StaticCache
 
     from glm_compile.cache import PagedCache
@@ -186,7 +183,6 @@ def _make_cache(
             cache_len + query_len,
             dtype=dtype,
             index_dtype=_index_dtype(options),
-            device="meta",
         )
     facts = GlmDsaConfig.from_transformers(config)
     if kind == "static":
@@ -206,24 +202,46 @@ def _make_cache(
     return cache
 
 
-def _on_meta(module: Any) -> Any:
-    """A copy of `module` with its hooks and without its weights."""
-    memo: dict[int, Any] = {}
-    for owner in {id(m): m for m in (module, getattr(module, "_model", module))}.values():
-        tensors = [*owner.parameters(), *owner.buffers()]
-        draft = owner.__dict__.get("_draft_layer")
-        if draft is not None:
-            tensors += [*draft.parameters(), *draft.buffers()]
-        for tensor in tensors:
-            if id(tensor) in memo:
-                continue
-            shape: torch.Tensor = torch.empty_like(tensor, device="meta")
-            if isinstance(tensor, nn.Parameter):
-                shape = nn.Parameter(shape, requires_grad=False)
-            memo[id(tensor)] = shape
-    copied = copy.deepcopy(module, memo)
-    copied.eval()
-    return copied
+class _Fake:
+    """Makes fake tensors within its context, and copies modules without their weights.
+
+    The device is the model's, because the captured code may depend on it; `meta` counts as the CPU.
+    """
+
+    def __init__(self, model: nn.Module) -> None:
+        from torch._subclasses import FakeTensorMode
+
+        self._mode = FakeTensorMode()
+        device = next(model.parameters()).device
+        self._device = torch.device("cpu") if device.type == "meta" else device
+        self._stack = contextlib.ExitStack()
+
+    def __enter__(self) -> None:
+        for context in (torch.no_grad(), self._mode, self._device):
+            self._stack.enter_context(context)
+
+    def __exit__(self, *_: object) -> None:
+        self._stack.close()
+
+    def copy(self, module: Any) -> Any:
+        """A copy of `module` in eval mode, with its hooks."""
+        memo: dict[int, Any] = {}
+        tensors = list(_tensors_of(module))
+        with self:
+            for tensor in tensors:
+                fake = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype)
+                if isinstance(tensor, nn.Parameter):
+                    fake = nn.Parameter(fake, requires_grad=False)
+                memo[id(tensor)] = fake
+        return copy.deepcopy(module, memo).eval()
+
+
+def _tensors_of(module: Any) -> Iterator[torch.Tensor]:
+    """Parameters and buffers, those of modules that an MTP layer holds unregistered included."""
+    others = (module.__dict__.get(name) for name in ("_model", "_draft_layer"))
+    for owner in (module, *(other for other in others if other is not None)):
+        yield from owner.parameters()
+        yield from owner.buffers()
 
 
 def _add_weights(report: CompileReport, model: nn.Module) -> None:
