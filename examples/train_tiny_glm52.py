@@ -1,10 +1,11 @@
 """Train the tiny GLM-5.2 with its MTP layer, and write it as a checkpoint in the release's format.
 
-    python examples/train_tiny_glm52.py --minutes 8 --device cuda --out examples/tiny_glm52
+    python examples/train_tiny_glm52.py --minutes 8 --compile --out examples/tiny_glm52
 
 The corpus is the standard library of the Python that runs this; `--corpus` keeps the prepared
 token ids in a folder, so that another machine can use the same ones. The whole recipe follows
-the clock (`--minutes`) or a number of steps (`--steps`).
+the clock (`--minutes`) or a number of steps (`--steps`). `--continue-from` starts from a checkpoint
+with a fresh optimizer. The commands of the shipped weights are in `tiny_glm52/README.md`.
 """
 
 from __future__ import annotations
@@ -51,6 +52,8 @@ def parse_arguments(argv: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--dropout", type=float, default=Hyperparameters.dropout)
     parser.add_argument("--learning-rate", type=float, default=Hyperparameters.learning_rate)
     parser.add_argument("--sparse-from", type=float, default=Phases.sparse)
+    parser.add_argument("--align-every", type=int, default=2, help="steps per alignment loss")
+    parser.add_argument("--continue-from", type=Path, help="checkpoint to start from")
     parser.add_argument("--compile", action="store_true", help="compile the layers' two halves")
     parser.add_argument("--report-windows", type=int, default=32, help="held-out text in reports")
     parser.add_argument("--log", type=Path, help="file for one JSON line per report")
@@ -98,11 +101,16 @@ class Trainer:
     def __init__(self, args: argparse.Namespace, data: corpus.Corpus) -> None:
         self.args, self.data = args, data
         self.phases = Phases(sparse=args.sparse_from)
+        if args.continue_from is not None:
+            self.phases = Phases(drafts=0.0, alignment=0.0, sparse=args.sparse_from)
         self.hyper = Hyperparameters(dropout=args.dropout, learning_rate=args.learning_rate)
         torch.manual_seed(args.seed)
-        self.model = TinyGlm(TinyConfig())
-        initialize(self.model, args.seed)
-        self.model.to(args.device)
+        if args.continue_from is not None:
+            self.model = checkpoint.load_checkpoint(args.continue_from, args.device).train()
+        else:
+            self.model = TinyGlm(TinyConfig())
+            initialize(self.model, args.seed)
+            self.model.to(args.device)
         set_dropout(self.model, self.hyper.dropout)
         if args.compile:
             compile_layers(self.model)
@@ -116,7 +124,7 @@ class Trainer:
         """Run one optimisation step and return the parts of its loss."""
         phases = self.phases
         tokens = self.batches.next(int(self.lengths.choice(self.args.lengths)))
-        aligned = progress >= phases.alignment and number % 2 == 0
+        aligned = progress >= phases.alignment and number % self.args.align_every == 0
         selection = Selection(
             mode="sparse" if progress >= phases.sparse else "dense",
             align_sequences=max(tokens.shape[0] // 8, 1) if aligned else 0,
@@ -137,7 +145,7 @@ class Trainer:
         """Compile for every shape before the clock starts, on a copy of the weights' state."""
         before = {name: t.clone() for name, t in self.model.state_dict().items()}
         for length in sorted(set(self.args.lengths)):
-            for mode in ("dense", "sparse"):
+            for mode in ("dense", "sparse") if self.phases.sparse > 0 else ("sparse",):
                 tokens = self.batches.next(length)
                 selection = Selection(mode, max(tokens.shape[0] // 8, 1))
                 with torch.autocast(self.args.device.split(":")[0], torch.bfloat16):
@@ -217,7 +225,7 @@ def train(args: argparse.Namespace, data: corpus.Corpus) -> None:
             break
         parts = trainer.step(number, progress)
         number += 1
-        if "alignment" in parts and seconds - reported >= 10 or number in (1, 20):
+        if ("alignment" in parts and seconds - reported >= 10) or number in (1, 20):
             reported = seconds
             report(trainer, number, progress, seconds, parts)
         if progress >= tenth / 10:

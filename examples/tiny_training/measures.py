@@ -14,10 +14,13 @@ from .model import NUM_DRAFTS, Selection, TinyGlm
 
 
 def windows(tokens: np.ndarray, length: int, limit: int | None = None) -> Tensor:
-    """Cut a token stream into windows that do not overlap, int64 [num_windows, length]."""
+    """Cut a token stream into windows that do not overlap, int64 [num_windows, length].
+
+    With a `limit`, that many of them, evenly spread.
+    """
     num = len(tokens) // length
     cut = torch.from_numpy(tokens[: num * length].astype(np.int64)).view(num, length)
-    return cut if limit is None else cut[:limit]
+    return cut if limit is None else cut[:: max(num // limit, 1)][:limit]
 
 
 @torch.no_grad()
@@ -166,15 +169,21 @@ def generate_with_drafts(
     """
     generator = torch.Generator().manual_seed(seed)
     runs = [Generation(list(prompt), len(prompt), []) for prompt in prompts]
-    for run, logits in zip(runs, _last_logits(model, [run.tokens for run in runs], mode)):
-        run.tokens.append(_pick(logits, temperature, top_p, generator)[0])
+    tokens, lengths = _pad(model, prompts)
+    hidden = model(tokens, Selection(mode))
+    for run, logits in zip(runs, _tail_logits(model, hidden, lengths, 1)):
+        run.tokens.append(_pick(logits[0], temperature, top_p, generator)[0])
     active = runs
     while active:
-        drafts, draft_probs = _draft_chain(
-            model, [run.tokens for run in active], temperature, top_p, generator, mode
+        tokens, lengths = _pad(model, [run.tokens for run in active])
+        # The newest token has no hidden state yet; its row is not used.
+        hidden = _fit(hidden, tokens.shape[1])
+        drafts, draft_probs = _draft(
+            model, tokens, hidden, lengths - 2, temperature, top_p, generator, mode
         )
-        extended = [run.tokens + chain for run, chain in zip(active, drafts.tolist())]
-        logits = _tail_logits(model, extended, NUM_DRAFTS + 1, mode)
+        tokens, lengths = _pad(model, [run.tokens + d for run, d in zip(active, drafts.tolist())])
+        hidden = model(tokens, Selection(mode))
+        logits = _tail_logits(model, hidden, lengths, NUM_DRAFTS + 1)
         for i, run in enumerate(active):
             if temperature == 0.0:
                 num, token = accept_greedy(drafts[i], logits[i])
@@ -187,7 +196,8 @@ def generate_with_drafts(
                 if new in EOS_IDS or len(run.new_tokens) >= max_new_tokens:
                     run.finished = True
                     break
-        active = [run for run in active if not run.finished]
+        kept = [i for i, run in enumerate(active) if not run.finished]
+        hidden, active = hidden[kept], [active[i] for i in kept]
     return runs
 
 
@@ -212,33 +222,29 @@ def _pad(model: TinyGlm, sequences: list[list[int]]) -> tuple[Tensor, Tensor]:
     return tokens.to(device), lengths.to(device)
 
 
-def _tail_logits(model: TinyGlm, sequences: list[list[int]], num: int, mode: str) -> Tensor:
+def _fit(hidden_BSC: Tensor, width: int) -> Tensor:
+    """Cut or pad the rows to `width`."""
+    return torch.nn.functional.pad(hidden_BSC, (0, 0, 0, width - hidden_BSC.shape[1]))
+
+
+def _tail_logits(model: TinyGlm, hidden_BSC: Tensor, lengths_B: Tensor, num: int) -> Tensor:
     """The target's logits after each of the last `num` tokens, float32 CPU [B, num, V]."""
-    tokens, lengths = _pad(model, sequences)
-    hidden = model(tokens, Selection(mode))
-    rows = (lengths - num)[:, None] + torch.arange(num, device=lengths.device)
-    picked = hidden.gather(1, rows.unsqueeze(-1).expand(-1, -1, hidden.shape[-1]))
+    rows = (lengths_B - num)[:, None] + torch.arange(num, device=lengths_B.device)
+    picked = hidden_BSC.gather(1, rows.unsqueeze(-1).expand(-1, -1, hidden_BSC.shape[-1]))
     return model.lm_head(picked).float().cpu()
 
 
-def _last_logits(model: TinyGlm, sequences: list[list[int]], mode: str) -> Tensor:
-    return _tail_logits(model, sequences, 1, mode)[:, 0]
-
-
-def _draft_chain(
+def _draft(
     model: TinyGlm,
-    sequences: list[list[int]],
+    tokens_BS: Tensor,
+    hidden_BSC: Tensor,
+    seed_B: Tensor,
     temperature: float,
     top_p: float,
     generator: torch.Generator,
     mode: str,
 ) -> tuple[Tensor, Tensor]:
-    """Draft 5 tokens for each sequence; int64 [B, 5] and their distributions [B, 5, V], CPU.
-
-    The seed is the row before the newest token: that token is the first draft step's input.
-    """
-    tokens, lengths = _pad(model, sequences)
-    hidden = model(tokens, Selection(mode))
+    """Draft 5 tokens for each sequence; int64 [B, 5] and their distributions [B, 5, V], CPU."""
     chosen: list[Tensor] = []
     distributions: list[Tensor] = []
 
@@ -248,5 +254,5 @@ def _draft_chain(
         distributions.append(torch.stack([probs for _, probs in picks]))
         return chosen[-1].to(logits_BV.device)
 
-    model.draft_from_seed(tokens, hidden, lengths - 2, Selection(mode), pick)
+    model.draft_from_seed(tokens_BS, hidden_BSC, seed_B, Selection(mode), pick)
     return torch.stack(chosen, 1), torch.stack(distributions, 1)

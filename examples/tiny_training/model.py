@@ -10,7 +10,6 @@ I indexer heads, D head dim, E experts, F expert width, V vocabulary.
 
 from __future__ import annotations
 
-import dataclasses
 import math
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -25,7 +24,7 @@ _LORA_NORM_EPS = 1e-6  # transformers builds q_a_layernorm and kv_a_layernorm wi
 
 @dataclass(frozen=True)
 class TinyConfig:
-    """Sizes; the names are those of `GlmMoeDsaConfig`. All widths of linears are multiples of 64."""
+    """Sizes, named as in `GlmMoeDsaConfig`. All widths of linears are multiples of 64."""
 
     vocab_size: int = 1024
     hidden_size: int = 192
@@ -121,8 +120,9 @@ class Indexer(nn.Module):
         k = self.k_norm(self.wk(x_BSC)).to(q.dtype).unsqueeze(2)
         q = torch.cat([rotate_interleaved(q[..., :rope], cos, sin), q[..., rope:]], dim=-1)
         k = torch.cat([rotate_interleaved(k[..., :rope], cos, sin), k[..., rope:]], dim=-1)
-        gates_BSI = self.weights_proj(x_BSC) * (config.index_n_heads * config.index_head_dim) ** -0.5
-        return weighted_relu_scores(q, k.squeeze(2), gates_BSI.float())
+        scale = (config.index_n_heads * config.index_head_dim) ** -0.5
+        gates_BSI = self.weights_proj(x_BSC).float() * scale
+        return weighted_relu_scores(q, k.squeeze(2), gates_BSI)
 
 
 def weighted_relu_scores(q_BSID: Tensor, k_BSD: Tensor, gates_BSI: Tensor) -> Tensor:
@@ -424,13 +424,14 @@ class TinyGlm(nn.Module):
         seed = Recorded(recorded.k, recorded.v, recorded.bias[batch, :, seed_B].unsqueeze(2))
         chosen = pick(self.lm_head(relayed))
         for step in range(1, NUM_DRAFTS):
-            x = self.mtp.join(self.embed_tokens(chosen), relayed).unsqueeze(1)
-            q = [
-                self.mtp.layer.project_queries(x[b : b + 1], *self.rotary(1, start=position + step))
-                for b, position in enumerate(seed_B.tolist())
-            ]
-            attended = seed.attend_rows(torch.cat(q))
-            relayed = self.mtp.norm(self.mtp.layer.finish(x, attended))[:, 0]
+            x = self.mtp.join(self.embed_tokens(chosen), relayed)
+            rotary = rotary_tables(
+                seed_B + step, self.config.qk_rope_head_dim, self.config.rope_theta
+            )
+            # One row a sequence, each at its own position: the sequences stand in for positions.
+            q = self.mtp.layer.project_queries(x.unsqueeze(0), *rotary).permute(2, 1, 0, 3)
+            x = self.mtp.layer.finish(x.unsqueeze(1), seed.attend_rows(q))
+            relayed = self.mtp.norm(x)[:, 0]
             chosen = pick(self.lm_head(relayed))
 
 
@@ -538,7 +539,3 @@ def set_dropout(model: TinyGlm, probability: float) -> None:
 
 def count_parameters(model: nn.Module) -> int:
     return sum(parameter.numel() for parameter in model.parameters())
-
-
-def config_as_dict(config: TinyConfig) -> dict:
-    return dataclasses.asdict(config)
