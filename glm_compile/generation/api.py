@@ -259,8 +259,10 @@ def _decode(
         vocab_size=model.config.vocab_size,
         min_prompt_width=steps.min_prompt_width,
     )
-    cache = steps.take_cache(request.batch_size, needed_cache_len(request), 0 if mtp is None else 1)
-    decoded = DecodingLoop(request, steps, None if mtp is None else steps.for_mtp(mtp), cache).run()
+    uses_mtp = request.num_drafts > 0
+    with steps.borrow_cache(request.batch_size, needed_cache_len(request), int(uses_mtp)) as cache:
+        mtp_steps = steps.for_mtp(mtp, cache) if uses_mtp else None
+        decoded = DecodingLoop(request, steps.for_target(cache), mtp_steps, cache).run()
     sequences = assemble(
         decoded.text_BW, request.prompt.given_width, decoded.counts, request.pad_id
     )

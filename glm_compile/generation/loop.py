@@ -37,7 +37,7 @@ from glm_compile.generation.accept import (
 from glm_compile.generation.output import ScoreRecord
 from glm_compile.generation.request import Request
 from glm_compile.generation.sampling import draw, probabilities, reject
-from glm_compile.generation.steps import MtpSteps, Steps
+from glm_compile.generation.steps import MtpSteps, TargetSteps
 from glm_compile.generation.stopping import cut_by_criteria
 
 
@@ -86,11 +86,11 @@ class DecodingLoop:
     """State and steps of one `generate` call."""
 
     def __init__(
-        self, request: Request, steps: Steps, mtp: MtpSteps | None, cache: PagedCache
+        self, request: Request, target: TargetSteps, mtp: MtpSteps | None, cache: PagedCache
     ) -> None:
         self.request = request
-        self.target = steps.target
-        self.mtp = mtp if request.num_drafts > 0 else None
+        self.target = target
+        self.mtp = mtp
         self.cache = cache
         prompt = request.prompt
         batch_size, given_width = prompt.given_ids_BW.shape
@@ -172,9 +172,10 @@ class DecodingLoop:
         ends_B = self.counts_B + request.prompt.given_width
         append_block(self.text_BW, tokens_BS, kept_B, ends_B)
         tokens, kept, finished = self._read_block(tokens_BS, kept_B, finished_B)
-        for record, values_BSV in ((self.scores, scores_BSV), (self.logits, logits_BSV.float())):
-            if record is not None:
-                record.append(values_BSV, kept)
+        if self.scores is not None:
+            self.scores.append(scores_BSV, kept)
+        if self.logits is not None:
+            self.logits.append(logits_BSV.float(), kept)
         if request.stop.criteria:
             kept, finished = self._apply_criteria(kept, finished)
             kept_B = torch.tensor(kept, device=kept_B.device)

@@ -60,11 +60,6 @@ class Request:
     def batch_size(self) -> int:
         return self.prompt.given_ids_BW.shape[0]
 
-    @property
-    def needs_host_decision(self) -> bool:
-        """Whether something on the host looks at each block before the next one starts."""
-        return bool(self.stop.criteria) or self.processor.needs_text or self.streamer is not None
-
 
 def check_draft_arguments(
     mtp: Any, num_draft_tokens: int | None, index_share: bool | None, cuda_graph: bool | None

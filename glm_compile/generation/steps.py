@@ -9,7 +9,9 @@ B batch, S query tokens, C hidden, K selected tokens, V vocabulary.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import types
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -22,6 +24,8 @@ from glm_compile.model_facts import cache_argument, mask_dtype
 # Compiled functions of one compiled model are found again through this attribute of its compiled
 # call.
 _STEPS_ATTRIBUTE = "_glm_compile_steps"
+# Short calls share one capacity.
+MIN_COMPILED_CAPACITY = 256
 
 
 @dataclass(frozen=True)
@@ -38,8 +42,14 @@ class Compiler:
     backend: Callable
     options: dict[str, Any]
 
-    def __call__(self, step: Callable, *, dynamic: bool | None) -> Callable:
-        return torch.compile(step, backend=self.backend, fullgraph=True, dynamic=dynamic)
+    def __call__(self, step: Callable) -> Callable:
+        """Compile one step; sizes are static unless they are marked."""
+        # Dynamo counts graphs per code object, and closures of one function share theirs.
+        code = step.__code__.replace()
+        own = types.FunctionType(
+            code, step.__globals__, step.__name__, step.__defaults__, step.__closure__
+        )
+        return torch.compile(own, backend=self.backend, fullgraph=True, dynamic=False)
 
 
 def unwrap_compiled(model: Any) -> tuple[Any, Compiler | None]:
@@ -164,16 +174,19 @@ class MtpSteps:
 class Steps:
     """Everything that one model, compiled or not, keeps between calls.
 
+    Compiled steps exist once per batch size and cache capacity, which are shapes in their graphs:
+    Dynamo allows a function only so many graphs.
+
     Attributes:
-        target: forwards of the model.
-        cache: the last cache; kept for compiled steps only, whose shapes depend on its size.
+        compiler: None for an eager model, which keeps nothing.
     """
 
     def __init__(self, model: Any, compiler: Compiler | None) -> None:
+        self.model = model
         self.compiler = compiler
-        self.target = TargetSteps(model, compiler)
-        self.cache: PagedCache | None = None
-        self._mtp: MtpSteps | None = None
+        self._target: dict[Any, TargetSteps] = {}
+        self._mtp: dict[Any, MtpSteps] = {}
+        self._idle_cache: PagedCache | None = None
 
     @classmethod
     def of(cls, model: Any, compiler: Compiler | None) -> Steps:
@@ -181,47 +194,58 @@ class Steps:
         if compiler is None:
             return cls(model, None)
         steps = getattr(compiler.owner, _STEPS_ATTRIBUTE, None)
-        if steps is None or steps.target.model is not model:
+        if steps is None or steps.model is not model:
             steps = cls(model, compiler)
             setattr(compiler.owner, _STEPS_ATTRIBUTE, steps)
         return steps
 
-    def for_mtp(self, mtp: Any) -> MtpSteps:
-        """Forwards of an MTP layer."""
-        if self._mtp is None or self._mtp.mtp is not mtp:
-            self._mtp = MtpSteps(mtp, self.compiler)
-        return self._mtp
+    def for_target(self, cache: PagedCache) -> TargetSteps:
+        """Forwards of the model on such a cache."""
+        key = (cache.batch_size, cache.max_cache_len)
+        if key not in self._target:
+            self._target[key] = TargetSteps(self.model, self.compiler)
+        return self._target[key]
+
+    def for_mtp(self, mtp: Any, cache: PagedCache) -> MtpSteps:
+        """Forwards of an MTP layer on such a cache."""
+        key = (cache.batch_size, cache.max_cache_len)
+        steps = self._mtp.get(key)
+        if steps is None or steps.mtp is not mtp:
+            steps = self._mtp[key] = MtpSteps(mtp, self.compiler)
+        return steps
 
     @property
     def min_prompt_width(self) -> int:
         """A dynamic size of one is another graph: compiled prompts have two columns or more."""
         return 1 if self.compiler is None else 2
 
-    def take_cache(self, batch_size: int, num_tokens: int, num_mtp_layers: int) -> PagedCache:
-        """An empty cache of at least this capacity.
+    @contextmanager
+    def borrow_cache(
+        self, batch_size: int, num_tokens: int, num_mtp_layers: int
+    ) -> Iterator[PagedCache]:
+        """An empty cache of at least this capacity, for one call.
 
-        Compiled steps get powers of two, and the last cache again where it is large enough: the
-        capacity is a shape in their graphs. So is the number of layers: the MTP layer has its place
-        in each of their caches.
+        Compiled steps get powers of two, and the last call's cache where it is large enough. The
+        number of layers is a shape as well: the MTP layer has its place in each of their caches.
+        A call inside another one gets a cache of its own.
         """
         if self.compiler is None:
-            return self._make_cache(batch_size, num_tokens, num_mtp_layers)
-        num_mtp_layers = 1
-        cache = self.cache
-        if (
-            cache is None
-            or cache.batch_size != batch_size
-            or cache.max_cache_len < num_tokens
-        ):
-            # Let go of the old one first: both need not fit.
-            self.cache = cache = None
-            capacity = max(256, 1 << (num_tokens - 1).bit_length())
-            cache = self.cache = self._make_cache(batch_size, capacity, num_mtp_layers)
+            yield self._make_cache(batch_size, num_tokens, num_mtp_layers)
+            return
+        # Nobody else finds it meanwhile. One that does not fit goes first: both need not fit.
+        cache, self._idle_cache = self._idle_cache, None
+        if cache is None or cache.batch_size != batch_size or cache.max_cache_len < num_tokens:
+            cache = None
+            capacity = max(MIN_COMPILED_CAPACITY, 1 << (num_tokens - 1).bit_length())
+            cache = self._make_cache(batch_size, capacity, 1)
         cache.reset()
-        return cache
+        try:
+            yield cache
+        finally:
+            self._idle_cache = cache
 
     def _make_cache(self, batch_size: int, num_tokens: int, num_mtp_layers: int) -> PagedCache:
-        model = self.target.model
+        model = self.model
         is_fp8 = (self.compiler.options if self.compiler else {}).get("indexer_dtype") == "fp8"
         cache = PagedCache(
             model.config,
@@ -249,14 +273,15 @@ def _positions(ids_BS: torch.Tensor, cache: PagedCache) -> torch.Tensor:
 
 
 def _static(compiler: Compiler | None, step: Callable) -> Callable:
-    return step if compiler is None else compiler(step, dynamic=False)
+    """Compile with every size static."""
+    return step if compiler is None else compiler(step)
 
 
 def _dynamic(compiler: Compiler | None, step: Callable) -> Callable:
     """Compile with a dynamic number of query tokens: axis 1 of ids [B,S] and hidden [B,S,C]."""
     if compiler is None:
         return step
-    compiled = compiler(step, dynamic=None)
+    compiled = compiler(step)
 
     def call(ids_BS: torch.Tensor, *rest: Any) -> Any:
         for tensor in (ids_BS, *rest):

@@ -59,7 +59,7 @@ def test_the_backend_of_a_compiled_model_is_found(way: Any) -> None:
     compiled = way(model, counter)
     plain, compiler = unwrap_compiled(compiled)
     assert plain is model and compiler is not None
-    step = compiler(lambda x: x + 1, dynamic=False)
+    step = compiler(lambda x: x + 1)
     assert step(torch.zeros(2)).tolist() == [1, 1]
     assert counter.frame_count == 1
 
@@ -68,8 +68,8 @@ def test_options_are_found(model: Any) -> None:
     compiled = torch.compile(model, backend="glm", options={"indexer_dtype": "fp8"})
     _, compiler = unwrap_compiled(compiled)
     assert compiler is not None and compiler.options == {"indexer_dtype": "fp8"}
-    cache = Steps.of(model, compiler).take_cache(1, 10, 0)
-    assert cache.index_dtype == torch.float8_e4m3fn
+    with Steps.of(model, compiler).borrow_cache(1, 10, 0) as cache:
+        assert cache.index_dtype == torch.float8_e4m3fn
 
 
 def test_a_plain_model_has_no_compiler(model: Any) -> None:
@@ -93,18 +93,39 @@ def test_steps_belong_to_their_model() -> None:
     assert Steps.of(*unwrap_compiled(compiled)) is steps
     other = copy.deepcopy(compiled)
     plain, compiler = unwrap_compiled(other)
-    assert Steps.of(plain, compiler).target.model is plain is not steps.target.model
+    assert Steps.of(plain, compiler).model is plain is not steps.model
 
 
 def test_compiled_steps_keep_a_cache_while_it_is_large_enough(model: Any) -> None:
     steps = Steps.of(*unwrap_compiled(torch.compile(model, backend="eager")))
-    cache = steps.take_cache(1, 40, 0)
-    cache.set_lengths(7)
-    assert steps.take_cache(1, 100, 1) is cache and cache.lengths.tolist() == [0]
-    larger = steps.take_cache(1, 300, 1)
+
+    def borrow(batch_size: int, num_tokens: int) -> Any:
+        with steps.borrow_cache(batch_size, num_tokens, 1) as cache:
+            assert cache.lengths.tolist() == [0] * batch_size
+            cache.set_lengths(7)
+            return cache
+
+    cache = borrow(1, 40)
+    assert borrow(1, 100) is cache and cache.max_cache_len == 256
+    larger = borrow(1, 300)
     assert larger is not cache and larger.max_cache_len == 512
-    assert steps.take_cache(1, 20, 1) is larger
-    assert steps.take_cache(2, 20, 1).batch_size == 2
+    assert borrow(1, 20) is larger
+    assert borrow(2, 20).batch_size == 2
+    with steps.borrow_cache(1, 9, 1) as outer, steps.borrow_cache(1, 9, 1) as inner:
+        assert outer is not inner
+    with pytest.raises(RuntimeError), steps.borrow_cache(1, 9, 1) as failed:
+        raise RuntimeError
+    assert borrow(1, 9) is failed
+
+
+@torch._dynamo.config.patch(recompile_limit=2)
+def test_graphs_are_counted_per_batch_size(model: Any) -> None:
+    """More batch sizes than Dynamo allows graphs of one function."""
+    compiled = torch.compile(model, backend="eager", fullgraph=True)
+    ids = prompt_of(9)
+    for batch_size in (1, 2, 3):
+        got = glm_compile.generate(compiled, ids.expand(batch_size, -1), max_new_tokens=2)
+        assert got.shape == (batch_size, 11)
 
 
 def test_select_row() -> None:
