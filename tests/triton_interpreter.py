@@ -3,7 +3,7 @@
 Triton interprets kernels in numpy, which has neither format: a bf16 block is carried as uint16 and
 an fp8 block as uint8. Unpatched, `tl.dot` of bf16 multiplies those integers, f32 -> bf16 truncates,
 fp8 rounding loses carries and fp8 NaN codes read as 480 (Triton 3.6 to 3.8). Everything here goes
-through torch instead, with the GPU's semantics: conversions round to nearest even and saturate in fp8.
+through torch instead, as the GPU does it: conversions round to nearest even and saturate in fp8.
 
 Not covered: `tl.sum` of a bf16 block, bf16 times a Python literal, `atomic_add` of bf16, inline
 assembly. Kernels of this project upcast to f32 right after the load and round once at the store.
@@ -30,6 +30,7 @@ _NUMPY_WIDTHS = {8: np.uint8, 16: np.uint16, 32: np.uint32, 64: np.uint64}
 
 _original_convert = interpreter._convert_float
 _original_binary = interpreter.InterpreterBuilder.binary_op
+_original_patch_tensor = interpreter._patch_lang_tensor
 
 
 def _convert_float(data: np.ndarray, source: tl.dtype, target: tl.dtype, rounding: Any) -> Any:
@@ -91,10 +92,17 @@ def _binary(self: Any, lhs: Any, rhs: Any, op: Any) -> Any:
     return _original_binary(self, lhs, rhs, op)
 
 
+def _patch_tensor(tensor: Any, *scope: Any) -> None:
+    """Let a block of one element bound a loop: Triton 3.6 fails there with numpy 2.4."""
+    _original_patch_tensor(tensor, *scope)
+    tensor.__index__ = lambda self: self.handle.data.item()
+
+
 def install() -> None:
     """Patch the interpreter of this process; calling it again changes nothing."""
     builder = interpreter.InterpreterBuilder
     interpreter._convert_float = _convert_float
+    interpreter._patch_lang_tensor = _patch_tensor
     builder.create_dot = _create_dot
     builder.cast_impl = _cast
     builder.binary_op = _binary
