@@ -2,7 +2,7 @@
 
 The specialization is the one that the launcher would give: pointers by their real alignment,
 integers by divisibility by 16, the value 1 as a constant, None as a constant. A kernel compiled
-without it is another kernel: the same GEMM with plain integers takes 255 registers and spills 2.6 KB.
+without it is another kernel: a GEMM with plain integers takes 255 registers and spills 2.6 KB.
 """
 
 from __future__ import annotations
