@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import glm_compile
 from tests.glm_compile.generation.drafts import (
@@ -216,3 +217,44 @@ def test_the_cache_has_room_for_the_last_block(model: Any, monkeypatch: pytest.M
     ids = prompt_of(10)
     loop = capture_loop(monkeypatch, model, ids, random_mtp(model), num_draft_tokens=5)
     assert loop.cache.max_cache_len >= 10 + NEW + 5
+
+
+class CountReads(TorchDispatchMode):
+    """Counts operations that wait for a device."""
+
+    count = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.count += func in (
+            torch.ops.aten._local_scalar_dense.default,
+            torch.ops.aten.nonzero.default,
+        )
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("do_sample", [False, True])
+def test_an_iteration_reads_the_device_in_one_place(
+    model: Any, monkeypatch: pytest.MonkeyPatch, do_sample: bool
+) -> None:
+    """Lengths, counts and flags stay in tensors; only `_read_block` looks at them."""
+    ids, mask = padded([prompt_of(12), prompt_of(5, 1)], "left")
+    loop = capture_loop(
+        monkeypatch, model, ids, random_mtp(model), num_draft_tokens=2, attention_mask=mask,
+        do_sample=do_sample, eos_token_id=7,
+    )  # fmt: skip
+    relay = loop._prefill()
+    # The layers' own code is not the loop's.
+    hidden = torch.zeros(2, 3, 128)
+    seed = torch.zeros(2, 1, 8, dtype=torch.int32)
+    monkeypatch.setattr(loop.target, "verify", lambda *a: (hidden, torch.randn(2, 3, VOCAB)))
+    assert loop.mtp is not None
+    draft = (hidden[:, :1], seed, torch.randn(2, 1, VOCAB))
+    monkeypatch.setattr(loop.mtp, "extend", lambda *a: draft)
+    monkeypatch.setattr(loop.mtp, "draft", lambda *a: (draft[0], draft[2]))
+    reads = []
+    read_block = loop._read_block
+    monkeypatch.setattr(loop, "_read_block", lambda *a: reads.append(1) or read_block(*a))
+    with CountReads() as counter:
+        for _ in range(3):
+            relay = loop._iterate(relay)
+    assert (counter.count, len(reads)) == (0, 3)
