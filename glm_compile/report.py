@@ -9,6 +9,7 @@ from __future__ import annotations
 import collections
 import io
 import os
+import re
 import shutil
 import tempfile
 from collections.abc import Iterable
@@ -190,14 +191,19 @@ def remember(report: CompileReport) -> None:
 
 
 def _summaries(declined: list[Declined]) -> list[str]:
-    """One line a reason: the places that share it, the first two by name."""
-    places: dict[str, list[str]] = {}
+    """One line a reason: the places that share it, the first two by name.
+
+    Reasons that differ in the layer's number only are one.
+    """
+    groups: dict[str, list[Declined]] = {}
     for entry in declined:
-        places.setdefault(entry.reason, []).append(entry.where)
+        groups.setdefault(re.sub(r"\blayers\.\d+", "layers.*", entry.reason), []).append(entry)
     lines = []
-    for reason, where in places.items():
-        more = f" and {len(where) - 2} more" if len(where) > 2 else ""
-        lines.append(f"{', '.join(where[:2])}{more}: {reason}")
+    for reason, entries in groups.items():
+        where = ", ".join(entry.where for entry in entries[:2])
+        more = f" and {len(entries) - 2} more" if len(entries) > 2 else ""
+        is_one = len({entry.reason for entry in entries}) == 1
+        lines.append(f"{where}{more}: {entries[0].reason if is_one else reason}")
     return lines
 
 

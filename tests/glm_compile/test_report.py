@@ -58,6 +58,15 @@ def test_reasons_are_grouped_and_recorded_once():
     assert "layers.0, layers.1 and 3 more: float mask" in table
 
 
+def test_reasons_that_differ_in_the_layer_only_are_one_line():
+    report = CompileReport(expected={"mask": 3})
+    entries = [Declined(f"layers.{i}.gate", f"apart from layers.{i}.up_proj") for i in range(3)]
+    report.add_declined("mask", entries)
+    table = " ".join(report.table().split())
+    assert "layers.0.gate, layers.1.gate and 1 more: apart from layers.*.up_proj" in table
+    assert report.declined["mask"] == entries
+
+
 def test_save_writes_the_table_and_each_graph_before_and_after(tmp_path):
     report = make_report()
     folder = report.save(tmp_path / "new" / "report")
