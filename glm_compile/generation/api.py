@@ -20,6 +20,7 @@ from glm_compile.generation.output import GenerationOutput, assemble
 from glm_compile.generation.request import (
     DEFAULT_NUM_DRAFT_TOKENS,
     build_request,
+    check_cuda_graph,
     check_draft_arguments,
     check_model_kwargs,
 )
@@ -92,10 +93,9 @@ def generate(
     Raises:
         ValueError: an argument or field that cannot be honoured, before any work.
     """
-    num_drafts, is_index_shared = check_draft_arguments(
-        mtp, num_draft_tokens, index_share, cuda_graph
-    )
+    num_drafts, is_index_shared = check_draft_arguments(mtp, num_draft_tokens, index_share)
     plain_model, compiler = unwrap_compiled(model)
+    check_cuda_graph(cuda_graph, plain_model.model.embed_tokens.weight.device)
     arguments: dict[str, Any] = {
         "mtp": mtp,
         "num_drafts": num_drafts,

@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from transformers import GenerationConfig
 
+from glm_compile.errors import UnsupportedError
 from glm_compile.generation.processors import ScoreProcessor
 from glm_compile.generation.prompt import Prompt, compact_prompt
 from glm_compile.generation.stopping import StopRules
@@ -62,7 +63,7 @@ class Request:
 
 
 def check_draft_arguments(
-    mtp: Any, num_draft_tokens: int | None, index_share: bool | None, cuda_graph: bool | None
+    mtp: Any, num_draft_tokens: int | None, index_share: bool | None
 ) -> tuple[int, bool]:
     """Number of drafts, and whether draft steps share the index; ValueError for a misfit."""
     if num_draft_tokens is None:
@@ -84,12 +85,24 @@ def check_draft_arguments(
                 f"generate: mtp must be an MTP layer as glm_compile.load returns it; "
                 f"{type(mtp).__name__} has no {name}()"
             )
-    if cuda_graph and not torch.cuda.is_available():
-        raise ValueError("generate: cuda_graph=True needs a CUDA device; leave it None on the CPU")
     shared = (
         bool(getattr(mtp, "is_index_shared", False)) if index_share is None else bool(index_share)
     )
     return num_draft_tokens, shared
+
+
+def check_cuda_graph(cuda_graph: bool | None, device: torch.device) -> None:
+    """Raise for a CUDA graph that cannot be had; None and False ask for none."""
+    if not cuda_graph:
+        return
+    if device.type != "cuda":
+        raise ValueError(
+            f"generate: cuda_graph=True needs a model on a CUDA device, this one is on {device}; "
+            "leave it None"
+        )
+    raise UnsupportedError(
+        "generate: cuda_graph=True: this version captures no graph of the iteration; leave it None"
+    )
 
 
 # Fields of GenerationConfig that are taken, in transformers' meaning.

@@ -513,7 +513,6 @@ def test_a_batch_without_a_pad_token_is_refused(model: Any) -> None:
         )
 
 
-@pytest.mark.skipif(torch.cuda.is_available(), reason="about machines without a GPU")
 def test_a_cuda_graph_needs_a_gpu(model: Any) -> None:
     with pytest.raises(ValueError, match="cuda_graph"):
         glm_compile.generate(model, prompt_of(5), cuda_graph=True)
@@ -537,6 +536,13 @@ def test_a_failing_callback_leaves_everything_usable(model: Any) -> None:
             glm_compile.generate(model, ids, mtp=mtp, max_new_tokens=NEW, **kwargs)
         assert torch.equal(glm_compile.generate(model, ids, mtp=mtp, max_new_tokens=NEW), before)
     assert torch.equal(model.generate(ids, max_new_tokens=NEW), before)
+
+
+def test_inference_mode(model: Any) -> None:
+    ids, mtp = prompt_of(9), random_mtp(model)
+    expected = glm_compile.generate(model, ids, mtp=mtp, max_new_tokens=6)
+    with torch.inference_mode():
+        assert torch.equal(glm_compile.generate(model, ids, mtp=mtp, max_new_tokens=6), expected)
 
 
 def test_gradients_are_never_recorded(model: Any) -> None:

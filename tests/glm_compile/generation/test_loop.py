@@ -217,6 +217,8 @@ def test_the_cache_has_room_for_the_last_block(model: Any, monkeypatch: pytest.M
     ids = prompt_of(10)
     loop = capture_loop(monkeypatch, model, ids, random_mtp(model), num_draft_tokens=5)
     assert loop.cache.max_cache_len >= 10 + NEW + 5
+    loop = capture_loop(monkeypatch, model, ids, max_cache_len=500)
+    assert loop.cache.max_cache_len == 500
 
 
 class CountReads(TorchDispatchMode):

@@ -110,6 +110,8 @@ def test_compiled_steps_keep_a_cache_while_it_is_large_enough(model: Any) -> Non
     larger = borrow(1, 300)
     assert larger is not cache and larger.max_cache_len == 512
     assert borrow(1, 20) is larger
+    with torch.inference_mode():
+        assert borrow(2, 20).batch_size == 2
     assert borrow(2, 20).batch_size == 2
     with steps.borrow_cache(1, 9, 1) as outer, steps.borrow_cache(1, 9, 1) as inner:
         assert outer is not inner
