@@ -16,7 +16,8 @@ def fp8_quant_reference(
     x = x.float()
     # Infinities saturate, so they must not set the scale; NaN stays where it is.
     magnitude = torch.where(x.isfinite(), x.abs(), 0.0)
-    scale = magnitude.amax(dim=-1).clamp_min(AMAX_FLOOR) / FP8_MAX
+    # By a tensor: CUDA divides by a Python number through its reciprocal, one ulp off.
+    scale = magnitude.amax(dim=-1).clamp_min(AMAX_FLOOR) / x.new_full((), FP8_MAX)
     if power_of_two_scale:
         scale = _round_up_to_power_of_two(scale)
     # torch 2.11 converts values beyond 448 to NaN, later ones saturate: clamp, which keeps NaN.

@@ -75,7 +75,10 @@ def test_fp8_5_every_head_dim(head_dim: int, device: str) -> None:
     products = torch.einsum("hd,td->ht", q[0].double(), dequantised).clamp(min=0)
     want = torch.einsum("h,ht->t", weights[0].double(), products)
     first = indexer_scores_paged(q, weights, pages, table, lengths, 192)
-    torch.testing.assert_close(first[0].double(), want, rtol=2e-3, atol=2e-3)
+    # Hopper's tensor cores add FP8 products with 14 bits below the largest of 32 of them.
+    sizes = torch.einsum("hd,td->ht", q[0].double().abs(), dequantised.abs())
+    magnitude = torch.einsum("h,ht->t", weights[0].double().abs(), sizes)
+    assert ((first[0].double() - want).abs() <= magnitude * 2**-11).all()
     for _ in range(20):
         assert torch.equal(indexer_scores_paged(q, weights, pages, table, lengths, 192), first)
 
