@@ -134,7 +134,7 @@ def indexer_scores_kernel(
         w_H = tl.load(w_row + head * stride_w_h, mask=head < H, other=0.0).to(tl.float32)
         # FP8 on Hopper: each instruction's 32 products are then added in fp32, not in the tensor
         # core's shorter accumulator.
-        dot_TH = tl.dot(k_TD, q_DH, input_precision="ieee", max_num_imprecise_acc=0)
+        dot_TH = tl.dot(k_TD, q_DH, input_precision="ieee", max_num_imprecise_acc=32)
         dot_TH = dot_TH * softmax_scale
         # A comparison keeps NaN, as torch.relu does; tl.maximum would drop it.
         score_T = tl.sum(tl.where(dot_TH < 0.0, 0.0, dot_TH) * w_H[None, :], 1)
