@@ -366,7 +366,7 @@ class _Segment:
 
 
 def _segments(graph: fx.Graph) -> list[_Segment]:
-    """Runs of nodes by layer; nodes without a layer between two layers belong to the one before."""
+    """Runs of nodes by layer. Nodes without a layer amid one layer's nodes belong to that layer."""
     runs: list[tuple[tuple[str, str] | None, list[fx.Node]]] = []
     for node in graph.nodes:
         if node.op in ("placeholder", "get_attr", "output"):
@@ -378,11 +378,11 @@ def _segments(graph: fx.Graph) -> list[_Segment]:
             runs.append((layer, [node]))
     if all(layer is None for layer, _nodes in runs):
         raise No(f"no node carries a module stack with a {LAYER_CLASS}")
-    last = max(i for i, (layer, _nodes) in enumerate(runs) if layer is not None)
     merged: list[tuple[tuple[str, str] | None, list[fx.Node]]] = []
     for i, (layer, nodes) in enumerate(runs):
-        inner = merged and merged[-1][0] is not None and i <= last
-        if inner and (layer is None or layer == merged[-1][0]):
+        following = runs[i + 1][0] if i + 1 < len(runs) else None
+        before = merged[-1][0] if merged else None
+        if before is not None and before == (following if layer is None else layer):
             merged[-1][1].extend(nodes)
         else:
             merged.append((layer, list(nodes)))

@@ -677,7 +677,10 @@ def _selected(evaluator: Evaluator, node: fx.Node, positive: bool) -> fx.Node | 
         return None
     if not (background == TRUE or background.is_false):
         return None
+    # The selection is what the indexer returned, int32: only the cast for scatter is peeled.
     while isinstance(index, fx.Node) and op_name(index) in ("long", "to"):
+        if _dtype(index) != torch.int64:
+            break
         index = index.args[0]
     return index if isinstance(index, fx.Node) else None
 

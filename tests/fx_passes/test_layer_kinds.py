@@ -156,6 +156,35 @@ def test_hidden_states_may_be_asked_for() -> None:
     assert max(len(split.kinds) for split in recorder.splits) == 4
 
 
+def test_draft_steps_in_one_graph_share_a_kind() -> None:
+    """A layer that is called several times has a segment for each call."""
+    from glm_compile.cache import PagedCache
+    from glm_compile.mtp import GlmMoeDsaMtp
+
+    model = small_model()
+    mtp = GlmMoeDsaMtp(model)
+    cache = PagedCache(model.config, 2, 64, num_mtp_layers=1)
+    model(tokens(2, 20), **{CACHE_ARGUMENT: cache})
+    seed = torch.arange(10, 18, dtype=torch.int32).expand(2, 1, 8).contiguous()
+    hidden = torch.randn(2, 1, 128)
+
+    def drafts(token: torch.Tensor, hidden: torch.Tensor) -> torch.Tensor:
+        made = []
+        for step in range(3):
+            positions = torch.full((2, 1), 20 + step)
+            hidden = mtp.draft(token, hidden, positions, None, cache, seed)
+            token = mtp.compute_logits(hidden).argmax(-1)
+            made.append(token)
+        return torch.cat(made, 1)
+
+    recorder = Recorder(kinds=True)
+    found = torch.compile(drafts, backend=recorder, fullgraph=True)(tokens(2, 1), hidden)
+    assert torch.equal(found, drafts(tokens(2, 1), hidden))
+    assert (recorder.mask.route, recorder.mask.num_attention) == ("proven", 3)
+    (split,) = recorder.splits
+    assert [len(kind.uses) for kind in split.kinds if kind.uses[0].layer] == [3]
+
+
 # --- graphs made by hand -------------------------------------------------------------------------
 
 

@@ -141,8 +141,7 @@ def test_marked_dynamic_prefill() -> None:
     assert (recorder.mask.route, recorder.mask.num_matches) == ("proven", 3)
 
 
-@pytest.mark.parametrize("attention", ["sdpa", "eager"])
-@pytest.mark.parametrize("cache", ["static", "none"])
+@pytest.mark.parametrize("attention, cache", [("sdpa", "static"), ("eager", "none")])
 def test_everything_dynamic(attention: str, cache: str) -> None:
     """`dynamic=True` also makes inputs of module floats; they are guarded constants again."""
     model = small_model(attention)
