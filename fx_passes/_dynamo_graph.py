@@ -102,7 +102,8 @@ def mutated_inputs(node: fx.Node) -> list[fx.Node]:
                 )
                 written.extend(value if isinstance(value, list | tuple) else [value])
     elif not is_pure(node) and getattr(node.target, "__name__", "") not in _STATEFUL:
-        written.extend(node.args[:1])
+        first = node.args[0] if node.args else None
+        written.extend(first if isinstance(first, list | tuple) else [first])
     return [a for a in written if isinstance(a, fx.Node)]
 
 
