@@ -16,7 +16,7 @@ from __future__ import annotations
 import torch
 from torch import fx
 
-from glm_compile.fx_passes import canonical
+from glm_compile.fx_passes import canonical, layouts
 from glm_compile.fx_passes.base import Declined, PassOptions, PassResult
 from glm_compile.fx_passes.canonical import Linear
 from glm_compile.fx_passes.editing import Builder, erase_dead, refresh
@@ -37,7 +37,7 @@ class Bf16Linear:
         graph = graph_module.graph
         for node in list(graph.nodes):
             found = canonical.linear(node)
-            if found is None or canonical.dtype_of(node) != torch.bfloat16:
+            if found is None or layouts.dtype_of(node) != torch.bfloat16:
                 continue
             if (reason := _why_not(found)) is not None:
                 result.declined.append(Declined(where(node), reason))
@@ -68,6 +68,6 @@ class Bf16Linear:
 def _why_not(found: Linear) -> str | None:
     if len(found.weight_casts) > 1:
         return f"the weight is cast from {found.weight_casts[0]} in the graph"
-    if found.bias is not None and canonical.dtype_of(found.bias) != torch.bfloat16:
-        return f"the bias is {canonical.dtype_of(found.bias)}, expected torch.bfloat16"
+    if found.bias is not None and layouts.dtype_of(found.bias) != torch.bfloat16:
+        return f"the bias is {layouts.dtype_of(found.bias)}, expected torch.bfloat16"
     return None

@@ -30,11 +30,14 @@ from typing import Any
 import torch
 from torch import fx
 
-from glm_compile.fx_passes import canonical
+from glm_compile.fx_passes import canonical, index_scores, layouts, rotations
 from glm_compile.fx_passes.base import Declined, No, PassOptions, PassResult
-from glm_compile.fx_passes.canonical import KeyStore, LayerNorm, Rope, describe
+from glm_compile.fx_passes.canonical import LayerNorm
 from glm_compile.fx_passes.editing import Builder, erase_dead, first_user, hoist, refresh
+from glm_compile.fx_passes.index_scores import KeyStore
 from glm_compile.fx_passes.indexer_topk import NEEDS_FP8_CACHE, check_tier, where
+from glm_compile.fx_passes.layouts import describe
+from glm_compile.fx_passes.rotations import Rope
 
 glm = torch.ops.glm
 _SCALE_REASON = "head weights: weights_proj's output is scaled in {}, expected float32 (IDX-2)"
@@ -91,17 +94,17 @@ class IndexerPrologue:
 
     def _rewrite(self, graph: fx.Graph, anchor: fx.Node) -> None:
         if anchor.target is glm.masked_topk.default:
-            scores = canonical.index_scores(canonical.args(anchor)[0])
-            read = canonical.key_read(scores.k)
-            check_tier(self.options, read.kind, canonical.dtype_of(scores.q))
+            scores = index_scores.index_scores(layouts.args(anchor)[0])
+            read = index_scores.key_read(scores.k)
+            check_tier(self.options, read.kind, layouts.dtype_of(scores.q))
             if read.kind == "paged_fp8":
                 raise No("the scores do not read the FP8 pages: indexer_topk did not match here")
             found = _walk(scores.q, scores.weights, read.keys)
         elif anchor.target is glm.indexer_scores.default:
-            q, weights, keys = canonical.args(anchor)[:3]
+            q, weights, keys = layouts.args(anchor)[:3]
             found = _walk(q, weights, keys)
         else:
-            q, weights, pages = canonical.args(anchor)[:3]
+            q, weights, pages = layouts.args(anchor)[:3]
             quantised = canonical.peel(q).source
             if _is_item(quantised, glm.fp8_quant.default, 0):
                 self._rewrite_fp8(graph, anchor, quantised)
@@ -121,12 +124,12 @@ class IndexerPrologue:
 
     def _rewrite_fp8(self, graph: fx.Graph, anchor: fx.Node, quantised: fx.Node) -> None:
         """The region with q's quantisation and the store of k inside."""
-        _, weights, pages = canonical.args(anchor)[:3]
-        quant: Any = canonical.args(quantised)[0]
-        found = _walk(canonical.args(quant)[0], weights, pages, quant)
+        _, weights, pages = layouts.args(anchor)[:3]
+        quant: Any = layouts.args(quantised)[0]
+        found = _walk(layouts.args(quant)[0], weights, pages, quant)
         if found.store.kind != "paged_write_fp8":
             raise No(NEEDS_FP8_CACHE)
-        head_dim = canonical.shape_of(found.norm.x)[-1]
+        head_dim = layouts.shape_of(found.norm.x)[-1]
         outputs = [quantised, found.weights_out, pages]
         _check_no_other_users(found, outputs)
         write = found.store.node
@@ -168,9 +171,9 @@ def _anchors(graph: fx.Graph) -> list[fx.Node]:
 
 def _is_item(node: Any, target: Any, index: int) -> bool:
     return (
-        canonical.is_getitem(node)
-        and canonical.args(node)[1] == index
-        and canonical.is_call(canonical.args(node)[0], target)
+        layouts.is_getitem(node)
+        and layouts.args(node)[1] == index
+        and layouts.is_call(layouts.args(node)[0], target)
     )
 
 
@@ -178,16 +181,16 @@ def _is_done(anchor: fx.Node) -> bool:
     """Whether the queries come from the op already."""
     if anchor.target is glm.masked_topk.default:
         try:
-            q = canonical.index_scores(canonical.args(anchor)[0]).q
+            q = index_scores.index_scores(layouts.args(anchor)[0]).q
         except No:
             return False
     else:
-        q = canonical.args(anchor)[0]
+        q = layouts.args(anchor)[0]
     source = canonical.peel(q).source
-    if not canonical.is_getitem(source):
+    if not layouts.is_getitem(source):
         return False
-    call: Any = canonical.args(source)[0]
-    op = canonical.args(call)[0] if "auto_functionalized" in str(call.target) else call.target
+    call: Any = layouts.args(source)[0]
+    op = layouts.args(call)[0] if "auto_functionalized" in str(call.target) else call.target
     return op in (glm.indexer_prologue.default, glm.indexer_prologue_fp8.default)
 
 
@@ -195,16 +198,16 @@ def _walk(q: fx.Node, weights: fx.Node, keys: fx.Node, quant: fx.Node | None = N
     """Find the region's inputs from the operands of the scores."""
     q_out = canonical.peel(q).source
     if canonical.is_cast(q_out):
-        raise No(f"queries are cast to {canonical.dtype_of(q_out)} after the rotation")
-    q_rope = canonical.rope(q_out, "rope of q")
-    store = canonical.key_store(keys)
+        raise No(f"queries are cast to {layouts.dtype_of(q_out)} after the rotation")
+    q_rope = rotations.rope(q_out, "rope of q")
+    store = index_scores.key_store(keys)
     k_out = canonical.peel(store.new).source
     if canonical.is_cast(k_out):
         raise No(
-            f"index keys are cast to {canonical.dtype_of(k_out)} before they are stored, expected "
-            f"{canonical.dtype_of(canonical.args(k_out)[0])}"
+            f"index keys are cast to {layouts.dtype_of(k_out)} before they are stored, expected "
+            f"{layouts.dtype_of(layouts.args(k_out)[0])}"
         )
-    k_rope = canonical.rope(k_out, "rope of k")
+    k_rope = rotations.rope(k_out, "rope of k")
     for label, a, b in (("cos", q_rope.cos, k_rope.cos), ("sin", q_rope.sin, k_rope.sin)):
         if a is not b:
             raise No(f"rope: different {label} for q ({describe(a)}) and k ({describe(b)})")
@@ -218,7 +221,7 @@ def _walk(q: fx.Node, weights: fx.Node, keys: fx.Node, quant: fx.Node | None = N
     _no_cast(norm.x, "wk and k_norm")
     _no_cast(q_rope.x, "wq_b and the rotation")
     gates, gate_scale, weights_out = _gates(weights, quant)
-    q_dtype, k_dtype = canonical.dtype_of(q_rope.x), canonical.dtype_of(norm.x)
+    q_dtype, k_dtype = layouts.dtype_of(q_rope.x), layouts.dtype_of(norm.x)
     if q_dtype != k_dtype:
         raise No(f"q is {q_dtype} and k {k_dtype}, expected one dtype")
     found = Prologue(q_rope, k_rope, norm, q_out, k_out, weights_out, gates, gate_scale, store)
@@ -254,16 +257,16 @@ def _gates(weights: fx.Node, quant: fx.Node | None) -> tuple[fx.Node, float, fx.
     if quant is not None:
         # weights * q scale, the scale as fp32 [R, H].
         node = canonical.peel(weights).source
-        if not canonical.is_call(node, torch.ops.aten.mul.Tensor):
+        if not layouts.is_call(node, torch.ops.aten.mul.Tensor):
             raise No(f"head weights of the FP8 scores come from {describe(node)}")
-        operands = list(canonical.args(node)[:2])
+        operands = list(layouts.args(node)[:2])
         others = [
             o
             for o in operands
             if not (
                 isinstance(o, fx.Node)
                 and _is_item(canonical.peel(o).source, glm.fp8_quant.default, 1)
-                and canonical.args(canonical.peel(o).source)[0] is quant
+                and layouts.args(canonical.peel(o).source)[0] is quant
             )
         ]
         if len(others) != 1 or not isinstance(others[0], fx.Node):
@@ -271,8 +274,8 @@ def _gates(weights: fx.Node, quant: fx.Node | None) -> tuple[fx.Node, float, fx.
         node = others[0]
     peeled = canonical.peel(node, casts=True, factors=True)
     for step in peeled.chain:
-        if canonical.multiplication(step) is not None and canonical.dtype_of(step) != torch.float32:
-            raise No(_SCALE_REASON.format(canonical.dtype_of(step)))
+        if canonical.multiplication(step) is not None and layouts.dtype_of(step) != torch.float32:
+            raise No(_SCALE_REASON.format(layouts.dtype_of(step)))
     if len(peeled.casts) > 2 or peeled.casts[-1] != torch.float32:
         route = " -> ".join(str(dtype).removeprefix("torch.") for dtype in peeled.casts)
         raise No(f"head weights are cast {route}, expected one cast to float32 (IDX-2)")
@@ -282,9 +285,9 @@ def _gates(weights: fx.Node, quant: fx.Node | None) -> tuple[fx.Node, float, fx.
         if not canonical.is_view(step):
             break
         gates = step
-        if len(canonical.shape_of(step)) == 3:
+        if len(layouts.shape_of(step)) == 3:
             break
-    if canonical.is_call(peeled.source, torch.ops.aten.mul.Tensor):
+    if layouts.is_call(peeled.source, torch.ops.aten.mul.Tensor):
         raise No(
             "head weights are multiplied by a tensor, expected a constant (with dynamic=True the "
             "module's floats become inputs: mark the dynamic dimensions instead)"
@@ -294,23 +297,23 @@ def _gates(weights: fx.Node, quant: fx.Node | None) -> tuple[fx.Node, float, fx.
 
 def _check_shapes(found: Prologue, weights: fx.Node) -> None:
     """Rows and heads of gates, q and k must lie as the op reads them."""
-    q_shape = canonical.shape_of(found.q.x)
+    q_shape = layouts.shape_of(found.q.x)
     if len(q_shape) != 4:
         raise No(f"q has shape {list(q_shape)}, expected [batch, tokens, heads, head dim]")
     batch, tokens, num_heads, head_dim = q_shape
-    k_layout = canonical.regroup(
-        canonical.axes(B=batch, S=tokens, D=head_dim), canonical.shape_of(found.norm.x)
+    k_layout = layouts.regroup(
+        layouts.axes(B=batch, S=tokens, D=head_dim), layouts.shape_of(found.norm.x)
     )
     if k_layout is None:
-        raise No(f"k has shape {list(canonical.shape_of(found.norm.x))}, q {list(q_shape)}")
-    own = canonical.axes(B=batch, S=tokens, H=num_heads)
-    layout = canonical.regroup(own, canonical.shape_of(found.gates))
+        raise No(f"k has shape {list(layouts.shape_of(found.norm.x))}, q {list(q_shape)}")
+    own = layouts.axes(B=batch, S=tokens, H=num_heads)
+    layout = layouts.regroup(own, layouts.shape_of(found.gates))
     after = canonical.peel(weights, casts=True, factors=True).chain
     chain = after[after.index(found.gates) + 1 :] if found.gates in after else after
     end = canonical.layout_after(layout, chain) if layout is not None else None
     if end is None or [a.name for d in end for a in d] != [a.name for d in own for a in d]:
         raise No(
-            f"head weights of shape {list(canonical.shape_of(found.gates))} do not lie as batch, "
+            f"head weights of shape {list(layouts.shape_of(found.gates))} do not lie as batch, "
             "tokens, heads"
         )
 
@@ -361,7 +364,7 @@ def _make_room(
 
 def _arguments(build: Builder, found: Prologue, factor: float = 1.0) -> list[Any]:
     """Arguments that both ops share, in the order of their schemas."""
-    num_heads, head_dim = canonical.shape_of(found.q.x)[2:]
+    num_heads, head_dim = layouts.shape_of(found.q.x)[2:]
     batch, tokens = build.size(found.q.x, 0), build.size(found.q.x, 1)
     return [
         found.q.x,
@@ -379,12 +382,12 @@ def _arguments(build: Builder, found: Prologue, factor: float = 1.0) -> list[Any
 
 def _substitute(build: Builder, old: fx.Node, new: fx.Node) -> None:
     """Put `new` in the place of `old`, in old's shape."""
-    new_shape = canonical.shape_of(new)
+    new_shape = layouts.shape_of(new)
     shape: list[Any] = []
-    for size in canonical.shape_of(old):
+    for size in layouts.shape_of(old):
         if isinstance(size, int):
             shape.append(size)
             continue
-        dims = [d for d, other in enumerate(new_shape) if canonical.is_same(size, other)]
+        dims = [d for d, other in enumerate(new_shape) if layouts.is_same(size, other)]
         shape.append(build.size(new, dims[0]) if dims else -1)
     old.replace_all_uses_with(build.view(new, shape))

@@ -29,10 +29,10 @@ from __future__ import annotations
 import torch
 from torch import fx
 
-from glm_compile.fx_passes import canonical
+from glm_compile.fx_passes import index_scores, layouts
 from glm_compile.fx_passes.base import Declined, No, PassOptions, PassResult, module_path
-from glm_compile.fx_passes.canonical import IndexScores, KeyRead
 from glm_compile.fx_passes.editing import Builder, erase_dead
+from glm_compile.fx_passes.index_scores import IndexScores, KeyRead
 
 aten = torch.ops.aten
 
@@ -80,9 +80,9 @@ class IndexerTopk:
         ):
             place = where(anchor)
             try:
-                scores = canonical.index_scores(canonical.args(anchor)[0])
-                read = canonical.key_read(scores.k)
-                check_tier(self.options, read.kind, canonical.dtype_of(scores.q))
+                scores = index_scores.index_scores(layouts.args(anchor)[0])
+                read = index_scores.key_read(scores.k)
+                check_tier(self.options, read.kind, layouts.dtype_of(scores.q))
                 self._check_pages(scores, read)
             except No as no:
                 result.declined.append(Declined(place, str(no)))
@@ -95,16 +95,16 @@ class IndexerTopk:
         return result
 
     def _check_pages(self, scores: IndexScores, read: KeyRead) -> None:
-        if read.kind == "paged" and canonical.dtype_of(read.keys) != canonical.dtype_of(scores.q):
+        if read.kind == "paged" and layouts.dtype_of(read.keys) != layouts.dtype_of(scores.q):
             raise No(
-                f"index keys are stored in {canonical.dtype_of(read.keys)}, queries are "
-                f"{canonical.dtype_of(scores.q)}"
+                f"index keys are stored in {layouts.dtype_of(read.keys)}, queries are "
+                f"{layouts.dtype_of(scores.q)}"
             )
 
     def _replace(
         self, graph: fx.Graph, anchor: fx.Node, scores: IndexScores, read: KeyRead
     ) -> None:
-        _, lengths, starts, key_mask, k, pad_valid = canonical.args(anchor)
+        _, lengths, starts, key_mask, k, pad_valid = layouts.args(anchor)
         glm = torch.ops.glm
         build = Builder(graph, anchor, anchor)
         sizes = scores.sizes
@@ -152,7 +152,7 @@ class IndexerTopk:
                 tokens,
                 "",
             )
-        width = canonical.shape_of(anchor)[-1]
+        width = layouts.shape_of(anchor)[-1]
         if not isinstance(width, int):
             width = build.call(torch.sym_min, k, num_keys)
         selected = build.call(

@@ -25,7 +25,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from glm_compile.fx_passes import canonical
+from glm_compile.fx_passes import canonical, layouts
 from glm_compile.fx_passes.base import Declined, MergeResult, PassOptions
 from glm_compile.fx_passes.canonical import Linear
 from glm_compile.fx_passes.editing import Builder, erase_dead, refresh
@@ -51,7 +51,7 @@ class MergeLinears:
             for call in graph.find_nodes(
                 op="call_function", target=torch.ops.glm.merged_linear.default
             )
-            for weight in canonical.args(call)[1]
+            for weight in layouts.args(call)[1]
         }
         for readers in _readers_of_one_input(graph):
             for group in self._groups(readers, taken, result):
@@ -72,7 +72,7 @@ class MergeLinears:
         by_format: dict[Any, list[Linear]] = {}
         reasons: list[tuple[Linear, str]] = []
         for reader in readers:
-            weight = canonical.value(reader.weight)
+            weight = layouts.value(reader.weight)
             if len(reader.weight_casts) > 1:
                 route = " to ".join(_name(dtype) for dtype in reader.weight_casts)
                 reasons.append((reader, f"its weight is cast from {route} in the graph"))
@@ -90,10 +90,10 @@ class MergeLinears:
         groups = [g for g in by_format.values() if len(_distinct(g)) > 1]
         if groups:
             largest = max(groups, key=lambda g: len(_distinct(g)))
-            dtype = _name(canonical.dtype_of(largest[0].weight))
+            dtype = _name(layouts.dtype_of(largest[0].weight))
             for group in by_format.values():
                 if group not in groups:
-                    other = _name(canonical.dtype_of(group[0].weight))
+                    other = _name(layouts.dtype_of(group[0].weight))
                     reasons += [
                         (r, f"its weight is {other}, the others' are {dtype}") for r in group
                     ]
@@ -117,10 +117,10 @@ class MergeLinears:
         num_out = 0
         for weight in weights:
             starts[weight] = num_out
-            num_out += canonical.shape_of(weight)[0]
+            num_out += layouts.shape_of(weight)[0]
         for member in group:
             start = starts[member.weight]
-            size = canonical.shape_of(member.weight)[0]
+            size = layouts.shape_of(member.weight)[0]
             part = build.call(aten.slice.Tensor, merged, -1, start, start + size)
             member.node.replace_all_uses_with(in_shape_of(build, part, member.node))
         refresh(graph, build.made)
@@ -129,12 +129,12 @@ class MergeLinears:
 
 def in_shape_of(build: Builder, part: fx.Node, node: fx.Node) -> fx.Node:
     """View [..., N] in the shape that the linear had, rows flattened or not."""
-    shape = canonical.shape_of(node)
-    own = canonical.shape_of(part)
+    shape = layouts.shape_of(node)
+    own = layouts.shape_of(part)
     symbolic = [d for d, size in enumerate(shape) if not isinstance(size, int)]
     sizes: list[Any] = list(shape)
     for d in symbolic:
-        same = [o for o, size in enumerate(own) if canonical.is_same(size, shape[d])]
+        same = [o for o, size in enumerate(own) if layouts.is_same(size, shape[d])]
         sizes[d] = build.size(part, same[0]) if same and len(symbolic) > 1 else -1
     return build.view(part, sizes)
 

@@ -10,9 +10,10 @@ import torch
 import torch.nn.functional as F
 from torch import fx
 
-from glm_compile.fx_passes import canonical
+from glm_compile.fx_passes import canonical, index_scores, layouts, rotations
 from glm_compile.fx_passes.base import No
-from glm_compile.fx_passes.canonical import Axis, axes, names, peel, regroup
+from glm_compile.fx_passes.canonical import peel
+from glm_compile.fx_passes.layouts import Axis, axes, names, regroup
 from tests.fx_passes.aten_graphs import LEVELS
 from tests.fx_passes.tiny_indexer import trace
 
@@ -170,8 +171,8 @@ def test_expand_makes_axes_that_only_repeat() -> None:
     layout = canonical.layout_after(axes(B=2, D=3), peel(out).chain)
     assert layout is not None
     assert names(layout) == (("B",), ("*",), ("D",))
-    assert canonical.merge_dims(layout[1], (Axis("S", 5),)) == (Axis("S", 5),)
-    assert canonical.merge_dims((Axis("T", 5),), (Axis("S", 5),)) is None
+    assert layouts.merge_dims(layout[1], (Axis("S", 5),)) == (Axis("S", 5),)
+    assert layouts.merge_dims((Axis("T", 5),), (Axis("S", 5),)) is None
 
 
 # Linear
@@ -301,12 +302,12 @@ def test_slices_of_the_last_dimension_compose(
     fn: Callable, start: int, step: int, length: int, level: str
 ) -> None:
     out, (x,) = graph(fn, torch.randn(2, 3, 16), level=level)
-    assert canonical.last_dim_slice(out) == canonical.Slice(x, start, step, length)
+    assert rotations.last_dim_slice(out) == rotations.Slice(x, start, step, length)
 
 
 def test_a_slice_of_another_dimension_is_its_own_source() -> None:
     out, _ = graph(lambda x: x[:, 1:], torch.randn(2, 3, 16))
-    assert canonical.last_dim_slice(out).source is out
+    assert rotations.last_dim_slice(out).source is out
 
 
 # Stores
@@ -325,13 +326,13 @@ def test_a_slice_of_another_dimension_is_its_own_source() -> None:
 )
 def test_stores_are_found_with_what_they_store(fn: Callable, kind: str, level: str) -> None:
     out, (_, k) = graph(fn, torch.randn(1, 4, 8), torch.randn(1, 2, 8), level=level)
-    store = canonical.key_store(out)
+    store = index_scores.key_store(out)
     assert (store.kind, store.new) == (kind, k)
 
 
 def test_keys_that_are_not_stored_are_the_new_keys() -> None:
     out, _ = graph(lambda k: k * 2, torch.randn(1, 2, 8))
-    assert canonical.key_store(out).new is out
+    assert index_scores.key_store(out).new is out
 
 
 def test_adding_into_a_cache_is_no_store() -> None:
@@ -340,10 +341,10 @@ def test_adding_into_a_cache_is_no_store() -> None:
 
     out, _ = graph(run, torch.randn(1, 4, 8), torch.randn(1, 2, 8))
     with pytest.raises(No, match="added into the cache"):
-        canonical.key_store(out)
+        index_scores.key_store(out)
 
 
 def test_keys_that_only_come_from_outside_are_said_so() -> None:
     _, (c, _k) = graph(lambda c, k: c + k, torch.randn(1, 4, 8), torch.randn(1, 4, 8))
     with pytest.raises(No, match="this step stores none"):
-        canonical.key_store(c)
+        index_scores.key_store(c)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -374,3 +375,64 @@ def test_fp8_tier_without_fp8_pages_says_what_it_needs() -> None:
             "indexer_dtype='fp8' needs PagedCache(index_dtype=torch.float8_e4m3fn)"
         ]
     assert float(difference.abs().max()) < 2e-5
+
+
+def paged_step(
+    module: TinyIndexer, dtype: torch.dtype
+) -> tuple[Callable[..., torch.Tensor], tuple[torch.Tensor, ...]]:
+    """A step of 6 tokens after 70 over FP8 pages, and its inputs."""
+
+    def run(*inputs: torch.Tensor) -> torch.Tensor:
+        *step, pages, table, cached = inputs
+
+        def store(k: torch.Tensor) -> torch.Tensor:
+            torch.ops.glm.paged_write_fp8(pages, k, table, cached)
+            return torch.ops.glm.paged_gather_fp8(pages, table, 128, D, dtype)
+
+        return module(*step, store)[0]
+
+    pages = torch.zeros(4, 64 * (D + 4), dtype=torch.uint8)
+    table = torch.tensor([[2, 0], [3, 1]], dtype=torch.int32)
+    cached = torch.tensor([70, 70], dtype=torch.int32)
+    torch.ops.glm.paged_write_fp8(pages, torch.randn(2, 70, D), table, torch.zeros_like(cached))
+    return run, (*make_inputs(2, 6, 70, dtype).args(), pages, table, cached)
+
+
+@pytest.mark.parametrize("level", LEVELS)
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_fp8_tier_differs_from_the_exact_one_by_q_only(dtype: torch.dtype, level: str) -> None:
+    """With the norm and the store inside the op or outside it, the selection is nearly the same."""
+    options = PassOptions(indexer_dtype="fp8")
+    module = TinyIndexer(dtype)
+    stages = ((), (IndexerTopk(options),), (IndexerTopk(options), IndexerPrologue(options)))
+    results = []
+    for passes in stages:
+        torch.manual_seed(1)
+        run, inputs = paged_step(module, dtype)
+        selected, captured = capture(run, *inputs, level=level, passes=passes)
+        results.append((selected, inputs[5]))
+        assert all(r.num_matches == 1 for r in captured.results.values())
+    (exact, pages), *others = results
+    keys = torch.ops.glm.paged_gather_fp8(pages, inputs[6], 128, D, torch.float32)
+    for selected, other_pages in others:
+        other_keys = torch.ops.glm.paged_gather_fp8(other_pages, inputs[6], 128, D, torch.float32)
+        # A last bit of the norm may move a value to the next of e4m3's steps of an eighth.
+        torch.testing.assert_close(other_keys, keys, atol=1e-3, rtol=0.13)
+        rows = zip(exact.flatten(0, 1).tolist(), selected.flatten(0, 1).tolist())
+        same = sum(len(set(a) & set(b)) for a, b in rows)
+        assert same >= 0.85 * exact.numel()
+
+
+def test_fp8_op_writes_the_buffer_itself() -> None:
+    options = PassOptions(indexer_dtype="fp8")
+    run, inputs = paged_step(TinyIndexer(), torch.float32)
+    _, captured = capture(run, *inputs, passes=(IndexerTopk(options), IndexerPrologue(options)))
+    (write,) = [n for n in captured.after.graph.nodes if "auto_functionalized" in str(n.target)]
+    assert write.args[0] is torch.ops.glm.indexer_prologue_fp8.default
+    (base,) = write.kwargs["_all_bases"]
+    assert base.op == "placeholder"
+    (copy,) = captured.after.graph.find_nodes(
+        op="call_function", target=torch.ops.aten.copy_.default
+    )
+    assert copy.args[0] is base
+    assert copy.args[1].args == (write, 2)
