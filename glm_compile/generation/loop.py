@@ -22,7 +22,9 @@ V vocabulary.
 from __future__ import annotations
 
 import time
+from collections.abc import Iterator
 from dataclasses import dataclass
+from itertools import zip_longest
 
 import torch
 
@@ -289,23 +291,16 @@ class DecodingLoop:
         # Each position's MTP row is made from the token behind it; behind the last one is the
         # bonus.
         ahead_BP = prompt.ids_BP.roll(-1, dims=1).scatter(1, last_B[:, None], tokens_B1)
-        row: tuple[torch.Tensor, torch.Tensor, torch.Tensor] | None = None
+        row: tuple[torch.Tensor, ...] = ()
         for (start, ids_BS), hidden_BSC in zip(self._chunks(ahead_BP), hidden):
             row_B = (last_B - start).clamp(0, ids_BS.shape[1] - 1)
             chunk = self.mtp.extend_prompt(ids_BS, hidden_BSC, row_B, self.cache)
-            is_last_B = last_B >= start
-            row = (
-                chunk
-                if row is None
-                else tuple(  # type: ignore[assignment]
-                    _choose(is_last_B, new, old) for new, old in zip(chunk, row)
-                )
-            )
-        assert row is not None
+            row = tuple(_choose(last_B >= start, new, old) for new, old in zip_longest(chunk, row))
+        hidden_B1C, seed_B1K, draft_logits_B1V = row
         self.cache.set_lengths(prompt.lengths_B)
-        return self._draft(bonus_B, *row)
+        return self._draft(bonus_B, hidden_B1C, seed_B1K, draft_logits_B1V)
 
-    def _chunks(self, ids_BP: torch.Tensor):  # type: ignore[no-untyped-def]
+    def _chunks(self, ids_BP: torch.Tensor) -> Iterator[tuple[int, torch.Tensor]]:
         """Yield (start, ids [B,S]) with the cache's lengths at the chunk's start."""
         size = self.request.prefill_chunk_size or ids_BP.shape[1]
         for start in range(0, ids_BP.shape[1], size):
