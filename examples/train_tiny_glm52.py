@@ -106,7 +106,9 @@ class Trainer:
         self.hyper = Hyperparameters(dropout=args.dropout, learning_rate=args.learning_rate)
         torch.manual_seed(args.seed)
         if args.continue_from is not None:
-            self.model = checkpoint.load_checkpoint(args.continue_from, args.device).train()
+            self.model = checkpoint.load_checkpoint(
+                args.continue_from, args.device, index_topk=TinyConfig().index_topk
+            ).train()
         else:
             self.model = TinyGlm(TinyConfig())
             initialize(self.model, args.seed)
