@@ -31,6 +31,7 @@ lint: venv-test
 types: venv-test
 	$(PY) -m mypy glm_compile
 	$(PY) -m mypy --explicit-package-bases fx_passes
+	$(PY) -m mypy --explicit-package-bases ops
 
 # References, passes, backend, cache, generation, and every kernel compiled for sm_90a and sm_100a.
 test-cpu: venv-test

@@ -2,16 +2,15 @@
 
     python examples/demo.py [--prompt-file FILE] [--num-draft-tokens K] [--max-new-tokens N]
 
-Runs on a CPU, most of the time compiling, and on a GPU if there is one. The model was trained on the
-Python standard library's sources; the default prompt was written for this demonstration, and chosen
-because the greedy text after it does not loop.
+Runs on a CPU, most of the time compiling, and on a GPU if there is one. The model was trained on
+the Python standard library's sources; the default prompt was written for this demonstration, and
+chosen because the greedy text after it does not loop.
 """
 
 from __future__ import annotations
 
 import argparse
 import logging
-import time
 import warnings
 from pathlib import Path
 
@@ -55,25 +54,26 @@ def main(argv: list[str] | None = None) -> None:
     num_prompt_tokens = inputs.input_ids.shape[1]
     print(
         f"== prompt: {num_prompt_tokens} tokens; each layer attends to {model.config.index_topk} "
-        "of them\n== compiling (first use; cached for the next run)"
+        "of them\n== compiling (generated code is cached for the next run)"
     )
     compiled = torch.compile(model, backend="glm", fullgraph=True)
-    settings = {
-        "mtp": mtp,
-        "num_draft_tokens": args.num_draft_tokens,
-        "do_sample": False,
-        "return_dict_in_generate": True,
-    }
-    start = time.perf_counter()
-    glm_compile.generate(compiled, **inputs, max_new_tokens=args.max_new_tokens, **settings)
-    print(f"   {time.perf_counter() - start:.0f} s\n== the prompt, and from the mark on the model")
+    glm_compile.warmup(
+        compiled,
+        mtp,
+        num_draft_tokens=args.num_draft_tokens,
+        max_cache_len=num_prompt_tokens + args.max_new_tokens + args.num_draft_tokens + 1,
+    )
+    print("== the prompt, and from the mark on the model")
     print(prompt, end="\N{BLACK RIGHT-POINTING TRIANGLE}", flush=True)
     result = glm_compile.generate(
         compiled,
         **inputs,
         max_new_tokens=args.max_new_tokens,
+        mtp=mtp,
+        num_draft_tokens=args.num_draft_tokens,
+        do_sample=False,
         streamer=TextStreamer(tokenizer, skip_prompt=True),
-        **settings,
+        return_dict_in_generate=True,
     )
     ids = result.sequences[0, num_prompt_tokens:].tolist()
     lengths = [row[0] for row in result.accept_lengths]

@@ -40,7 +40,7 @@ def parse_arguments(argv: list[str] | None = None) -> argparse.Namespace:
 
 
 def loss_figures(model: TinyGlm, held_out: torch.Tensor, token_bytes: np.ndarray) -> dict:
-    """Held-out loss with dense attention, the indexers' selection, and as many random visible keys."""
+    """Held-out loss: dense attention, the indexers' selection, as many random visible keys."""
     torch.manual_seed(0)
     losses = {
         mode: measures.held_out_loss(model, held_out, token_bytes, mode)

@@ -12,7 +12,8 @@ import os
 import re
 import shutil
 import tempfile
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -22,6 +23,7 @@ from glm_compile.fx_passes.base import Declined
 MARKER = "glm_compile_report.txt"
 _MAX_REPORTS = 16
 _REPORTS: collections.deque[CompileReport] = collections.deque(maxlen=_MAX_REPORTS)
+_LISTENERS: list[Callable[[CompileReport], None]] = []
 
 
 @dataclass(frozen=True)
@@ -186,8 +188,20 @@ def reports() -> list[CompileReport]:
 
 
 def remember(report: CompileReport) -> None:
-    """Make `report` the latest one."""
+    """Make `report` the latest one and hand it to the listeners."""
     _REPORTS.append(report)
+    for listener in _LISTENERS:
+        listener(report)
+
+
+@contextmanager
+def listening(listener: Callable[[CompileReport], None]) -> Iterator[None]:
+    """Call `listener` with each report of the compilations inside the block."""
+    _LISTENERS.append(listener)
+    try:
+        yield
+    finally:
+        _LISTENERS.remove(listener)
 
 
 def _summaries(declined: list[Declined]) -> list[str]:

@@ -1,8 +1,8 @@
 """Small random GLM-5.2-shaped models for tests.
 
-16 index heads of 128: with 4, relu's exact zeros tie at the selection boundary in 3-12 % of the rows and
-transformers then disagrees with itself between cache types. Contexts in model-level tests must exceed
-`index_topk` (8 here), otherwise sparse equals dense and most faults are invisible.
+16 index heads of 128: with 4, relu's exact zeros tie at the selection boundary in 3-12 % of the
+rows and transformers then disagrees with itself between cache types. Contexts in model-level tests
+must exceed `index_topk` (8 here), otherwise sparse equals dense and most faults are invisible.
 """
 
 from __future__ import annotations

@@ -17,8 +17,8 @@ from .model import TinyConfig, TinyGlm
 
 _NUM_SHARDS = 3
 _INDEX_NAME = "model.safetensors.index.json"
-# Keys that the stored model selects. It is trained with fewer (`TinyConfig.index_topk`), which makes
-# its indexers choose well; at 64 of 1024 keys the held-out loss would be 3.8 % above dense attention.
+# Keys that the stored model selects. It is trained with fewer (`TinyConfig.index_topk`), which
+# makes its indexers choose well; with 64 the held-out loss would be 3.8 % above dense attention.
 STORED_INDEX_TOPK = 96
 _EXPERT_PROJECTIONS = ("gate_proj", "up_proj", "down_proj")
 

@@ -191,6 +191,8 @@ def warmup(
     mtp: Any = None,
     batch_sizes: Sequence[int] = (1,),
     num_draft_tokens: int = DEFAULT_NUM_DRAFT_TOKENS,
+    *,
+    max_cache_len: int | None = None,
 ) -> dict[int, float]:
     """Compile ahead what `generate` will run, with progress on the terminal.
 
@@ -198,31 +200,58 @@ def warmup(
     decode's and draft's graphs exist. A later call compiles again only if it needs a larger cache
     than any before it.
 
+    Args:
+        model: compiled, or plain (then there is nothing to compile, and it runs once).
+        mtp: the MTP layer, if `generate` will get one.
+        batch_sizes: each has graphs of its own.
+        num_draft_tokens: as `generate` will get it.
+        max_cache_len: tokens that a sequence may reach, prompt and drafts included; graphs are
+            made per capacity, in powers of two.
+
     Returns:
         Seconds that each batch size took.
     """
-    from rich.progress import track
+    from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
+
+    from glm_compile.report import listening
 
     num_drafts = num_draft_tokens if mtp is not None else 0
-    plain_model, _ = unwrap_compiled(model)
+    plain_model, compiler = unwrap_compiled(model)
     device = plain_model.model.embed_tokens.weight.device
     seconds: dict[int, float] = {}
-    for batch_size in track(list(batch_sizes), description="glm_compile: warming up"):
-        start = time.perf_counter()
-        prompt = torch.ones(batch_size, 3, dtype=torch.long, device=device)
-        for count in dict.fromkeys((num_drafts, 0)):
-            generate(
-                model,
-                prompt,
-                attention_mask=torch.ones_like(prompt),
-                mtp=mtp,
-                num_draft_tokens=count,
-                max_new_tokens=3 + 2 * count,
-                min_new_tokens=3 + 2 * count,
-                do_sample=False,
+    columns = [
+        TextColumn("{task.description}"),
+        BarColumn(),
+        TextColumn("{task.completed}/{task.total} graphs"),
+        TimeElapsedColumn(),
+    ]
+    with Progress(*columns, disable=compiler is None) as progress:
+        for batch_size in batch_sizes:
+            task = progress.add_task(
+                f"compiling for batch size {batch_size}", total=num_graphs(num_drafts)
             )
-        seconds[batch_size] = time.perf_counter() - start
+            start = time.perf_counter()
+            prompt = torch.ones(batch_size, 3, dtype=torch.long, device=device)
+            for count in dict.fromkeys((num_drafts, 0)):
+                with listening(lambda _report, task=task: progress.advance(task)):  # type: ignore[misc]
+                    generate(
+                        model,
+                        prompt,
+                        attention_mask=torch.ones_like(prompt),
+                        mtp=mtp,
+                        num_draft_tokens=count,
+                        max_new_tokens=3 + 2 * count,
+                        min_new_tokens=3 + 2 * count,
+                        max_cache_len=max_cache_len,
+                        do_sample=False,
+                    )
+            seconds[batch_size] = time.perf_counter() - start
     return seconds
+
+
+def num_graphs(num_drafts: int) -> int:
+    """Graphs of one batch size: prompt and decode; verify, MTP prompt and extend; MTP draft."""
+    return 2 + (3 if num_drafts else 0) + (1 if num_drafts > 1 else 0)
 
 
 def _decode(
