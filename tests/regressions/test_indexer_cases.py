@@ -11,8 +11,10 @@ import torch.nn.functional as F
 
 from glm_compile.ops.fp8_quant.reference import fp8_quant_reference
 from glm_compile.ops.indexer_prologue import indexer_prologue, indexer_prologue_fp8
+from glm_compile.ops.indexer_scores import indexer_scores, indexer_scores_paged
 from glm_compile.ops.merged_linear import merged_linear
 from glm_compile.ops.paged_cache import key_page_bytes
+from glm_compile.ops.topk import topk_select
 from tests.ops.test_indexer_prologue import make_inputs
 
 
@@ -125,3 +127,70 @@ def test_idx_7_folded_scales_are_taken_in_fp32(H, is_power_of_two):
     torch.testing.assert_close(weights.double(), exact, rtol=3e-7, atol=0)
     in_bf16 = (gates * (D**-0.5 * H**-0.5)).double() * scale.double()
     assert bool(((in_bf16 - exact).abs() < 3e-7 * exact.abs()).all()) == is_power_of_two
+
+
+def test_idx_6_queries_and_keys_share_one_basis():
+    """An outlier channel of 50x: FP8 selection keeps overlapping the exact one.
+
+    Nothing is rotated before quantisation, on either side (transformers rotates nothing); turning
+    one side only, as in the report, would destroy the overlap.
+    """
+    num_keys, selected = 512, 64
+    q_HD, k_TD = torch.randn(32, 128), torch.randn(num_keys, 128)
+    q_HD[:, 100] *= 50
+    k_TD[:, 100] *= 50
+    weights_H = torch.rand(32)
+    exact_T = (q_HD.double() @ k_TD.double().T).relu().T @ weights_H.double()
+
+    values_TD, scales_T = fp8_quant_reference(k_TD, False)
+    q_fp8_HD, q_scales_H = fp8_quant_reference(q_HD, False)
+    pages = torch.cat(
+        [
+            values_TD.view(torch.uint8).reshape(-1, 64 * 128),
+            scales_T.view(torch.uint8).reshape(-1, 64 * 4),
+        ],
+        dim=1,
+    )
+    scores_1T = indexer_scores_paged(
+        q_fp8_HD[None],
+        (weights_H * q_scales_H)[None],
+        pages,
+        torch.arange(num_keys // 64, dtype=torch.int32)[None],
+        torch.tensor([num_keys]),
+        num_keys,
+    )
+    chosen = set(topk_select(scores_1T, torch.tensor([num_keys]), selected)[0].tolist())
+    wanted = set(exact_T.topk(selected).indices.tolist())
+    assert len(chosen & wanted) >= 0.9 * selected
+
+
+def test_idx_9_packed_prefill_rows_stay_inside_their_sequence():
+    """Two sequences of 5 and 9 tokens in one buffer of keys: per-row windows, top 4."""
+    lengths, selected = [5, 9], 4
+    total = sum(lengths)
+    q_SHD, k_TD = torch.randn(total, 16, 128), torch.randn(total, 128)
+    weights_SH = torch.rand(total, 16)
+    starts_S = torch.tensor([0] * 5 + [5] * 9)
+    ends_S = torch.arange(total) + 1
+    packed_ST = indexer_scores(
+        q_SHD[None],
+        weights_SH[None],
+        k_TD[None],
+        ends_S[None],
+        starts_BS=starts_S[None],
+        softmax_scale=128**-0.5,
+    )[0]
+    packed_SK = topk_select(packed_ST, ends_S, selected, starts_R=starts_S)
+    begin = 0
+    for length in lengths:
+        rows = slice(begin, begin + length)
+        alone_ST = indexer_scores(
+            q_SHD[None, rows],
+            weights_SH[None, rows],
+            k_TD[None, rows],
+            torch.arange(length)[None] + 1,
+            softmax_scale=128**-0.5,
+        )[0]
+        alone_SK = topk_select(alone_ST, torch.arange(length) + 1, selected)
+        assert torch.equal(packed_SK[rows], torch.where(alone_SK < 0, -1, alone_SK + begin))
+        begin += length

@@ -35,7 +35,7 @@ def model() -> Any:
     return tiny_model()
 
 
-def test_spec1_an_end_of_sequence_id_inside_an_accepted_block(model: Any) -> None:
+def test_spec_1_an_end_of_sequence_id_inside_an_accepted_block(model: Any) -> None:
     ids = prompt_of(10)
     text = greedy_reference(model, ids, NEW)
     eos = int(text[0, 15])
@@ -46,7 +46,7 @@ def test_spec1_an_end_of_sequence_id_inside_an_accepted_block(model: Any) -> Non
     assert loop_result.accept_lengths.tolist() == [[4], [1]]
 
 
-def test_spec4_the_first_draft_is_verified(model: Any) -> None:
+def test_spec_4_the_first_draft_is_verified(model: Any) -> None:
     ids = prompt_of(10)
     text = greedy_reference(model, ids, NEW)
     for num_drafts in (1, 3):
@@ -56,7 +56,7 @@ def test_spec4_the_first_draft_is_verified(model: Any) -> None:
         assert (result.accept_lengths == 1).all()
 
 
-def test_spec5_unequal_accepts_equal_the_rows_own_runs(model: Any) -> None:
+def test_spec_5_unequal_accepts_equal_the_rows_own_runs(model: Any) -> None:
     rows = [prompt_of(12), prompt_of(5, 1)]
     ids, mask = padded(rows, "left")
     references = [greedy_reference(model, row, NEW) for row in rows]
@@ -69,7 +69,7 @@ def test_spec5_unequal_accepts_equal_the_rows_own_runs(model: Any) -> None:
 
 
 @pytest.mark.parametrize("index_share", [True, False])
-def test_spec7_caches_equal_ones_rebuilt_from_scratch(
+def test_spec_7_caches_equal_ones_rebuilt_from_scratch(
     model: Any, monkeypatch: pytest.MonkeyPatch, index_share: bool
 ) -> None:
     rows = [prompt_of(12), prompt_of(5, 1)]
@@ -103,7 +103,7 @@ def test_spec7_caches_equal_ones_rebuilt_from_scratch(
 
 
 @pytest.mark.parametrize("index_share", [True, False])
-def test_spec9_a_poisoned_tail_is_never_selected(
+def test_spec_9_a_poisoned_tail_is_never_selected(
     model: Any, monkeypatch: pytest.MonkeyPatch, index_share: bool
 ) -> None:
     ids = prompt_of(12)
@@ -168,7 +168,7 @@ def counting_model(size: int) -> tuple[Any, GlmMoeDsaMtp]:
 
 
 @pytest.mark.parametrize("index_share", [True, False])
-def test_spec6_a_draft_that_equals_the_target_is_always_accepted(index_share: bool) -> None:
+def test_spec_6_a_draft_that_equals_the_target_is_always_accepted(index_share: bool) -> None:
     model, mtp = counting_model(128)
     ids, mask = padded([torch.arange(3, 15)[None], torch.arange(40, 45)[None]], "left")
     result = run(
@@ -191,7 +191,7 @@ def bf16_steps_apart(first: torch.Tensor, second: torch.Tensor) -> float:
 
 @pytest.mark.parametrize("is_sparse", [False, True])
 @pytest.mark.parametrize("num_right", [0, 2])
-def test_spec10_bfloat16_differs_at_near_ties_only(num_right: int, is_sparse: bool) -> None:
+def test_spec_10_bfloat16_differs_at_near_ties_only(num_right: int, is_sparse: bool) -> None:
     """Two steps where nothing is selected: dense layers, and index_topk above the text's length.
 
     With routers and index selections a rounding may select something else, and unmodified
@@ -225,7 +225,7 @@ def test_spec10_bfloat16_differs_at_near_ties_only(num_right: int, is_sparse: bo
 
 
 @pytest.mark.parametrize("temperature", [0.7, 1.0, 2.0])
-def test_spec11_positions_follow_the_target_and_drafts_are_accepted(temperature: float) -> None:
+def test_spec_11_positions_follow_the_target_and_drafts_are_accepted(temperature: float) -> None:
     target = torch.tensor([2.0, 1.5, 1.0, 0.5]) / temperature
     p = probabilities(target).expand(4000, 3, 4)
     q = probabilities(target.flip(0)).expand(4000, 2, 4)
@@ -250,12 +250,12 @@ def test_spec11_positions_follow_the_target_and_drafts_are_accepted(temperature:
     ],
     ids=lambda fields: next(iter(fields)),
 )
-def test_spec12_an_option_is_honoured_or_an_error(model: Any, fields: dict[str, Any]) -> None:
+def test_spec_12_an_option_is_honoured_or_an_error(model: Any, fields: dict[str, Any]) -> None:
     with pytest.raises(ValueError, match=next(iter(fields))):
         glm_compile.generate(model, prompt_of(5), do_sample=True, mtp=random_mtp(model), **fields)
 
 
-def test_spec12_the_temperature_has_an_effect(model: Any) -> None:
+def test_spec_12_the_temperature_has_an_effect(model: Any) -> None:
     """A temperature near zero is greedy, a high one is not."""
     ids, mtp = prompt_of(9), random_mtp(model)
     greedy = glm_compile.generate(model, ids, mtp=mtp, max_new_tokens=8)
@@ -269,7 +269,7 @@ def test_spec12_the_temperature_has_an_effect(model: Any) -> None:
 
 
 @pytest.mark.parametrize("which", [0, 1, 2])
-def test_cfg7_any_of_several_ids_stops_and_padding_is_not_content(model: Any, which: int) -> None:
+def test_cfg_7_any_of_several_ids_stops_and_padding_is_not_content(model: Any, which: int) -> None:
     rows = [prompt_of(12), prompt_of(6, 2)]
     ids, mask = padded(rows, "left")
     text = greedy_reference(model, rows[0], NEW)[0, 12:].tolist()
@@ -284,7 +284,7 @@ def test_cfg7_any_of_several_ids_stops_and_padding_is_not_content(model: Any, wh
     assert int(result.accept_lengths[:, 0].sum()) == 4
 
 
-def test_cache5_left_padded_rows_equal_their_unpadded_runs() -> None:
+def test_cache_5_left_padded_rows_equal_their_unpadded_runs() -> None:
     model = tiny_model(tiny_config(index_topk=4))
     rows = [prompt_of(3), prompt_of(11, 1)]
     ids, mask = padded(rows, "left")
@@ -295,7 +295,7 @@ def test_cache5_left_padded_rows_equal_their_unpadded_runs() -> None:
             torch.testing.assert_close(together[b], single[0], rtol=1e-4, atol=1e-4)
 
 
-def test_cache6_positions_count_real_tokens(model: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_cache_6_positions_count_real_tokens(model: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     seen: list[torch.Tensor] = []
     forward = type(model.model.rotary_emb).forward
 
@@ -317,7 +317,7 @@ def small_model() -> Iterator[Any]:
     )
 
 
-def test_cache8_a_second_call_of_a_compiled_model_works(small_model: Any) -> None:
+def test_cache_8_a_second_call_of_a_compiled_model_works(small_model: Any) -> None:
     compiled = torch.compile(small_model, backend="eager", fullgraph=True)
     ids = prompt_of(12)
     expected = greedy_reference(small_model, ids, 1)
@@ -329,7 +329,7 @@ def test_cache8_a_second_call_of_a_compiled_model_works(small_model: Any) -> Non
 # -- COMP-10, COMP-21 -----------------------------------------------------------------------------
 
 
-def test_comp10_a_fixed_number_of_compilations(small_model: Any) -> None:
+def test_comp_10_a_fixed_number_of_compilations(small_model: Any) -> None:
     """64 steps, prompts of four lengths (one token among them), with and without drafts, twice."""
     counter = CompileCounterWithBackend("eager")
     compiled = torch.compile(small_model, backend=counter, fullgraph=True)
@@ -349,7 +349,7 @@ def test_comp10_a_fixed_number_of_compilations(small_model: Any) -> None:
     assert counts == [6, 6, 6, 6]
 
 
-def test_comp21_transformers_never_compiles_inside(
+def test_comp_21_transformers_never_compiles_inside(
     model: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(
