@@ -462,7 +462,11 @@ REFUSED: list[tuple[str, dict[str, Any]]] = [
 
 
 @pytest.mark.parametrize("do_sample", [False, True])
-@pytest.mark.parametrize(("message", "fields"), REFUSED, ids=lambda v: str(v)[:40])
+@pytest.mark.parametrize(
+    ("message", "fields"),
+    REFUSED,
+    ids=[f"{i}-{'-'.join(fields)}" for i, (_message, fields) in enumerate(REFUSED)],
+)
 def test_what_cannot_be_honoured_is_refused_before_any_work(
     model: Any, monkeypatch: pytest.MonkeyPatch, message: str, fields: dict, do_sample: bool
 ) -> None:
