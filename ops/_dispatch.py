@@ -54,6 +54,15 @@ def why_no_triton(*tensors: torch.Tensor | None) -> str | None:
     return None
 
 
+def why_no_fp8(tensor: torch.Tensor) -> str | None:
+    """Reason why Triton kernels on the tensor's device cannot convert to and from e4m3, or None."""
+    if tensor.is_cuda:
+        major, minor = torch.cuda.get_device_capability(tensor.device)
+        if (major, minor) < (8, 9):
+            return f"FP8 needs compute capability 8.9, got {major}.{minor}"
+    return None
+
+
 def run(op: str, backends: Sequence[Backend], forced: str | None, *args: Any, **kwargs: Any) -> Any:
     """Run the first backend that can, or the forced one.
 

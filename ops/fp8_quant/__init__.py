@@ -52,7 +52,7 @@ def fp8_quant(
 def _why_not_triton(x: torch.Tensor, power_of_two_scale: bool) -> str | None:
     if x.shape[-1] > _MAX_TRITON_ROW:
         return f"rows are longer than {_MAX_TRITON_ROW}: {x.shape[-1]}"
-    return _dispatch.why_no_triton(x)
+    return _dispatch.why_no_fp8(x) or _dispatch.why_no_triton(x)
 
 
 def _run_triton(x: torch.Tensor, power_of_two_scale: bool) -> tuple[torch.Tensor, torch.Tensor]:

@@ -194,6 +194,10 @@ def _why_not_triton(
     return _dispatch.why_no_triton(*tensors, *pages)
 
 
+def _why_not_triton_fp8(q_BSHD: torch.Tensor, *rest: Any) -> str | None:
+    return _dispatch.why_no_fp8(q_BSHD) or _why_not_triton(q_BSHD, *rest)
+
+
 def _run_triton(*args: Any) -> tuple[torch.Tensor, ...]:
     from glm_compile.ops.indexer_prologue.triton_kernel import indexer_prologue_triton
 
@@ -211,7 +215,7 @@ _BACKENDS = (
     _dispatch.Backend("reference", _dispatch.always, indexer_prologue_reference),
 )
 _BACKENDS_FP8 = (
-    _dispatch.Backend("triton", _why_not_triton, _run_triton_fp8),
+    _dispatch.Backend("triton", _why_not_triton_fp8, _run_triton_fp8),
     _dispatch.Backend("reference", _dispatch.always, indexer_prologue_fp8_reference),
 )
 

@@ -193,10 +193,8 @@ def _why_not_triton(q: torch.Tensor, num_batch: int, num_queries: int, num_keys:
         return f"more than {_MAX_GRID} sequences or rows of one: {num_batch}, {num_queries}"
     if num_keys >= 2**31 - 2**14:
         return f"positions do not fit 32 bits: {num_keys}"
-    if q.is_cuda and q.dtype == torch.float8_e4m3fn:
-        capability = torch.cuda.get_device_capability(q.device)
-        if capability < (8, 9):
-            return f"FP8 needs compute capability 8.9, got {capability[0]}.{capability[1]}"
+    if q.dtype == torch.float8_e4m3fn and (reason := _dispatch.why_no_fp8(q)) is not None:
+        return reason
     return _dispatch.why_no_triton(q)
 
 

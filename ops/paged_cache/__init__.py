@@ -163,12 +163,31 @@ def _why_not_triton_write(
     return _dispatch.why_no_triton(pages, new, block_table, lengths)
 
 
-def _why_not_triton_gather(
-    pages: torch.Tensor, block_table: torch.Tensor, *_sizes: Any
+def _why_not_triton_write_fp8(
+    key_pages: torch.Tensor, new: torch.Tensor, block_table: torch.Tensor, lengths: torch.Tensor
 ) -> str | None:
-    if pages.dim() == 3 and pages.shape[2] > _MAX_TRITON_ROW:
+    reason = _dispatch.why_no_fp8(key_pages)
+    return reason or _why_not_triton_write(key_pages, new, block_table, lengths)
+
+
+def _why_not_triton_gather(
+    pages: torch.Tensor, block_table: torch.Tensor, max_len: int
+) -> str | None:
+    if pages.shape[2] > _MAX_TRITON_ROW:
         return f"rows are longer than {_MAX_TRITON_ROW}: {pages.shape[2]}"
     return _dispatch.why_no_triton(pages, block_table)
+
+
+def _why_not_triton_gather_fp8(
+    key_pages: torch.Tensor,
+    block_table: torch.Tensor,
+    max_len: int,
+    head_dim: int,
+    dtype: torch.dtype,
+) -> str | None:
+    if head_dim > _MAX_TRITON_ROW:
+        return f"rows are longer than {_MAX_TRITON_ROW}: {head_dim}"
+    return _dispatch.why_no_fp8(key_pages) or _dispatch.why_no_triton(key_pages, block_table)
 
 
 def _lazily(name: str) -> Callable[..., Any]:
@@ -193,9 +212,11 @@ def _backends(
 
 _WRITE = _backends(_why_not_triton_write, "paged_write_triton", paged_write_reference)
 _GATHER = _backends(_why_not_triton_gather, "paged_gather_triton", paged_gather_reference)
-_WRITE_FP8 = _backends(_why_not_triton_write, "paged_write_fp8_triton", paged_write_fp8_reference)
+_WRITE_FP8 = _backends(
+    _why_not_triton_write_fp8, "paged_write_fp8_triton", paged_write_fp8_reference
+)
 _GATHER_FP8 = _backends(
-    _why_not_triton_gather, "paged_gather_fp8_triton", paged_gather_fp8_reference
+    _why_not_triton_gather_fp8, "paged_gather_fp8_triton", paged_gather_fp8_reference
 )
 
 
