@@ -97,10 +97,10 @@ def _check(op: str, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> None:
             f"{op}: q, k and v must be [batch, heads, tokens, dim], got {q.dim()}, {k.dim()} and "
             f"{v.dim()} axes"
         )
-    if q.shape[1] != k.shape[1] or k.shape[:3] != v.shape[:3]:
+    if q.shape[:2] != k.shape[:2] or q.shape[3] != k.shape[3] or k.shape[:3] != v.shape[:3]:
         raise ValueError(
-            f"{op}: q, k and v must have the same heads, k and v the same keys, got "
-            f"{tuple(q.shape)}, {tuple(k.shape)} and {tuple(v.shape)}"
+            f"{op}: q, k and v must have the same batch and heads, q and k the same dim, k and v "
+            f"the same keys, got {tuple(q.shape)}, {tuple(k.shape)} and {tuple(v.shape)}"
         )
 
 

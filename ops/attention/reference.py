@@ -8,6 +8,8 @@ from __future__ import annotations
 import torch
 import torch.nn.functional as F
 
+from glm_compile.ops._bounds import expand_key_mask
+
 
 def attention_reference(
     q_BASD: torch.Tensor,
@@ -56,7 +58,7 @@ def selection_mask(
     if starts_BS is not None:
         valid &= positions >= starts_BS[..., None]
     if key_mask is not None:
-        valid &= key_mask[..., :num_keys]
+        valid &= expand_key_mask(key_mask, *valid.shape)
     return valid
 
 

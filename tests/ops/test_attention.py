@@ -129,6 +129,16 @@ def test_rows_without_a_valid_key_are_zero(eager, dtype, device):
     assert torch.equal(per_row == 0, empty)
 
 
+@pytest.mark.parametrize("is_allowed", [True, False])
+def test_one_bool_may_mask_every_key(is_allowed):
+    q, k, v = _qkv()
+    lengths = torch.full((2, 5), 11, dtype=torch.int32)
+    topk = torch.tensor([2, 7]).expand(2, 5, 2)
+    plain = indexed_attention(q, k, v, topk, lengths, scale=SCALE)
+    masked = indexed_attention(q, k, v, topk, lengths, None, torch.tensor(is_allowed), scale=SCALE)
+    assert torch.equal(masked, plain if is_allowed else torch.zeros_like(plain))
+
+
 def test_selection_ignores_repeats_and_positions_out_of_range():
     q, k, v = _qkv()
     lengths = torch.full((2, 5), 11, dtype=torch.int32)
@@ -199,8 +209,10 @@ def test_compiles_once_for_all_query_lengths():
 
 def test_wrong_arguments_are_named():
     q, k, v = _qkv()
-    with pytest.raises(ValueError, match="same heads"):
+    with pytest.raises(ValueError, match="same batch and heads"):
         attention(q, k[:, :1], v, scale=1.0)
+    with pytest.raises(ValueError, match="same batch and heads"):
+        attention(q[:1], k, v, scale=1.0)
     with pytest.raises(ValueError, match=r"attention: .*\[batch, heads, tokens, dim\]"):
         attention(q[0], k, v, scale=1.0)
     topk, lengths = torch.zeros(2, 5, 1, dtype=torch.int32), torch.ones(2, 5)
