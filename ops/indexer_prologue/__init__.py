@@ -13,6 +13,7 @@ from typing import Any
 import torch
 
 from glm_compile.ops import _dispatch
+from glm_compile.ops._bounds import INDEX_DTYPES
 from glm_compile.ops._library import register_op
 from glm_compile.ops.indexer_prologue.reference import (
     indexer_prologue_fp8_reference,
@@ -99,8 +100,10 @@ def indexer_prologue_fp8(
 
     Args:
         key_pages: uint8 [pages, 64 * (D + 4)], written in place at the positions `lengths_B[b] +
-        s`. block_table: int32 [B, P]; a token whose entry is negative or missing is not stored.
-        lengths_B: tokens already cached.
+            s`.
+        block_table: int32 or int64 [B, P]; a token whose entry is negative or missing is not
+            stored.
+        lengths_B: int32 or int64, tokens already cached.
         (others): see `indexer_prologue`.
 
     Returns:
@@ -115,6 +118,9 @@ def indexer_prologue_fp8(
             f"{op}: block table [{batch_size}, P] and lengths [{batch_size}] expected, got "
             f"{tuple(block_table.shape)} and {tuple(lengths_B.shape)}"
         )
+    for name, tensor in (("block_table", block_table), ("lengths", lengths_B)):
+        if tensor.dtype not in INDEX_DTYPES:
+            raise ValueError(f"{op}: {name} must be int32 or int64, got {tensor.dtype}")
     return _indexer_prologue_fp8_op(
         q_BSHD,
         k_BSD,

@@ -16,6 +16,7 @@ from typing import Any
 import torch
 
 from glm_compile.ops import _dispatch
+from glm_compile.ops._bounds import INDEX_DTYPES
 from glm_compile.ops._library import register_op
 from glm_compile.ops.paged_cache.reference import (
     PAGE_SIZE,
@@ -71,6 +72,7 @@ def paged_gather(pages: torch.Tensor, block_table_BP: torch.Tensor, max_len: int
     Rows past a sequence's length hold whatever its pages hold; rows without a page are zeros.
     """
     _check_pages("paged_gather", pages)
+    _check_read("paged_gather", block_table_BP, max_len)
     return _paged_gather_op(pages, block_table_BP, max_len)
 
 
@@ -105,6 +107,7 @@ def paged_gather_fp8(
     value * scale is taken in fp32 and rounded once. Rows without a page are zeros.
     """
     check_key_pages("paged_gather_fp8", key_pages, head_dim)
+    _check_read("paged_gather_fp8", block_table_BP, max_len)
     return _paged_gather_fp8_op(key_pages, block_table_BP, max_len, head_dim, dtype)
 
 
@@ -149,6 +152,23 @@ def _check_step(
             f"{op}: one batch size expected, got {new.shape[0]} rows, {block_table.shape[0]} block "
             f"table rows and {lengths.shape[0]} lengths"
         )
+    _check_integers(op, "block_table", block_table)
+    _check_integers(op, "lengths", lengths)
+
+
+def _check_read(op: str, block_table: torch.Tensor, max_len: int) -> None:
+    if block_table.dim() != 2:
+        raise ValueError(
+            f"{op}: the block table must be [B, P], got shape {tuple(block_table.shape)}"
+        )
+    _check_integers(op, "block_table", block_table)
+    if max_len < 0:
+        raise ValueError(f"{op}: max_len must not be negative, got {max_len}")
+
+
+def _check_integers(op: str, name: str, tensor: torch.Tensor) -> None:
+    if tensor.dtype not in INDEX_DTYPES:
+        raise ValueError(f"{op}: {name} must be int32 or int64, got {tensor.dtype}")
 
 
 # A program holds a whole row.

@@ -27,6 +27,9 @@ def slots_of_step(
     positions_BS = lengths_B.long()[:, None] + steps
     columns_BS = torch.div(positions_BS, PAGE_SIZE, rounding_mode="floor")
     num_columns = block_table_BP.shape[1]
+    if not num_columns:
+        nothing_BS = torch.zeros_like(positions_BS)
+        return nothing_BS, nothing_BS, nothing_BS.bool()
     pages_BS = block_table_BP.long().gather(1, columns_BS.clamp(0, num_columns - 1))
     is_stored_BS = (columns_BS >= 0) & (columns_BS < num_columns) & (pages_BS >= 0)
     return pages_BS, positions_BS - columns_BS * PAGE_SIZE, is_stored_BS

@@ -106,6 +106,15 @@ def test_nothing_to_write():
     assert paged_gather(pages, TABLE, 0).shape == (3, 0, 5)
 
 
+def test_a_table_without_columns_has_no_page():
+    pages, lengths = torch.ones(NUM_PAGES, 64, 5), torch.zeros(3, dtype=torch.int32)
+    key_pages = torch.ones(NUM_PAGES, key_page_bytes(32), dtype=torch.uint8)
+    paged_write(pages, torch.zeros(3, 2, 5), TABLE[:, :0], lengths)
+    paged_write_fp8(key_pages, torch.zeros(3, 2, 32), TABLE[:, :0], lengths)
+    assert pages.eq(1).all() and key_pages.eq(1).all()
+    assert torch.equal(paged_gather(pages, TABLE[:, :0], 7), torch.zeros(3, 7, 5))
+
+
 def test_pages_may_be_strided():
     storage = torch.zeros(NUM_PAGES, 64, 8)
     new = torch.randn(3, 4, 5)
@@ -231,6 +240,16 @@ def test_wrong_arguments_are_named():
         paged_gather_fp8(pages, TABLE, 3, head_dim=32, dtype=torch.float32)
     with pytest.raises(ValueError, match="multiple of 4"):
         paged_gather_fp8(key_pages, TABLE, 3, head_dim=30, dtype=torch.float32)
+    with pytest.raises(ValueError, match="paged_write: block_table must be int32 or int64"):
+        paged_write(pages, new, TABLE.float(), lengths)
+    with pytest.raises(ValueError, match=r"lengths must be int32 or int64, got torch\.float32"):
+        paged_write_fp8(key_pages, torch.zeros(3, 2, 32), TABLE, lengths.float())
+    with pytest.raises(ValueError, match="paged_gather: block_table must be int32 or int64"):
+        paged_gather(pages, TABLE.to(torch.int16), 3)
+    with pytest.raises(ValueError, match=r"block table must be \[B, P\]"):
+        paged_gather(pages, TABLE[0], 3)
+    with pytest.raises(ValueError, match="max_len must not be negative, got -1"):
+        paged_gather_fp8(key_pages, TABLE, -1, head_dim=32, dtype=torch.float32)
 
 
 TRITON_DEVICES = [
