@@ -362,8 +362,10 @@ class _Job:
                 total = self.report.matches.get(result.name, 0)
                 self.report.matches[result.name] = total + result.num_matches * rewrite.num_uses
                 self.report.add_declined(result.name, rewrite.declined(result))
+        if self.is_analysis:
+            return
         report.remember(self.report)
-        if self.is_analysis or (self.report.ok and not self.has_failed()):
+        if self.report.ok and not self.has_failed():
             return
         counts = ", ".join(
             f"{name}: {self.report.matches.get(name, 0)} of {self.report.expected.get(name, 0)}"

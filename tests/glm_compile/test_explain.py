@@ -8,6 +8,7 @@ from torch._dynamo.utils import counters
 
 import glm_compile
 from glm_compile.mtp import GlmMoeDsaMtp
+from glm_compile.report import reports
 from tests.compiling import Step, compile_model, small_config, small_model, tokens
 from tests.tiny_models import tiny_model
 
@@ -68,6 +69,12 @@ def test_model_grad_state_and_compiled_graphs_stay_as_they_were():
     actual, _ = step.run(compiled)
     assert torch.equal(actual, expected)
     assert not counters["stats"]["unique_graphs"]
+
+
+def test_explain_is_no_compilation_of_the_backend():
+    before = reports()
+    assert glm_compile.explain(small_model(), cache_len=100).ok
+    assert reports() == before
 
 
 def test_explain_does_not_make_later_sizes_dynamic():
