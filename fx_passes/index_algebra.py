@@ -224,8 +224,9 @@ def _substitute_leaf(leaf: Leaf, mapping: Sequence[Entry]) -> Leaf:
 
 def entry_of(value: Value) -> Entry:
     """The index that an index tensor holds, if it moves along one axis at most."""
-    if isinstance(value, Lin) and not value.leaves:
-        if not value.axes and value.const >= 0:
+    # A negative index counts from the end, which no offset can say.
+    if isinstance(value, Lin) and not value.leaves and value.const >= 0:
+        if not value.axes:
             return Entry(None, value.const)
         if len(value.axes) == 1 and value.axes[0][1] == 1:
             return Entry(value.axes[0][0], value.const)
@@ -248,7 +249,10 @@ def leaf_of(node: fx.Node) -> Value:
 
 
 class Evaluator:
-    """Values of nodes. `visited` lists every node that was looked at, with its operands."""
+    """Values of nodes. `operands` has, for every node that was looked at, what its value rests on.
+
+    A node that is a leaf rests on nothing.
+    """
 
     def __init__(self) -> None:
         self._values: dict[fx.Node, Value] = {}
