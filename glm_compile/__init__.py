@@ -15,7 +15,7 @@ _PUBLIC = {
     "CompileOptions": "glm_compile.options",
     "CompileReport": "glm_compile.report",
     "PagedCache": "glm_compile.cache",
-    "explain": "glm_compile.explain",
+    "explain": "glm_compile.explanation",
     "generate": "glm_compile.generation",
     "load": "glm_compile.checkpoint",
     "merge_weights": "glm_compile.weights",
