@@ -385,11 +385,14 @@ def _read_json(file: Path) -> dict[str, Any]:
             f"{file.parent} is not a directory; download the checkpoint first (hf download)"
         )
     try:
-        return json.loads(file.read_text(encoding="utf-8"))
+        content = json.loads(file.read_text(encoding="utf-8"))
     except FileNotFoundError:
         raise CheckpointError(f"{file.parent} has no {file.name}") from None
     except ValueError as error:
         raise CheckpointError(f"{file} is not valid JSON: {error}") from error
+    if not isinstance(content, dict):
+        raise CheckpointError(f"{file} holds a JSON {type(content).__name__}, expected an object")
+    return content
 
 
 def _message(path: Path, faults: list[str]) -> str:

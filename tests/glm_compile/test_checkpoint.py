@@ -245,6 +245,9 @@ class TestFaults:
         (path / INDEX).write_text("{")
         with pytest.raises(CheckpointError, match="is not valid JSON"):
             load(path)
+        (path / INDEX).write_text("[]")
+        with pytest.raises(CheckpointError, match="holds a JSON list, expected an object"):
+            load(path)
 
     def test_what_is_no_checkpoint_is_named(self, saved, tmp_path):
         with pytest.raises(CheckpointError, match="is not a directory"):
