@@ -56,7 +56,7 @@ def compile_with_inductor(
 
     patches = {
         "post_grad_custom_pre_pass": _source_key(config.post_grad_custom_pre_pass),
-        # A CUDA graph is captured around a whole iteration, not around a kind that writes a cache.
+        # Whoever wants a CUDA graph captures whole steps, not one kind that writes a cache.
         "triton.cudagraphs": False,
         "freezing": False,
     }

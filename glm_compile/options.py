@@ -8,8 +8,8 @@ from dataclasses import dataclass, fields
 from typing import Any
 
 from glm_compile.errors import UnsupportedError
+from glm_compile.fx_passes.base import INDEXER_DTYPES
 
-INDEXER_DTYPES = ("auto", "fp8", "bf16", "fp32")
 INNER_COMPILERS = ("inductor", "eager", "tensorrt")
 # Report keys, in the order in which the report lists them; each can be disabled. Without `mask`
 # nothing tells the index scores' bounds, so the two indexer rewrites go with it.
@@ -29,15 +29,16 @@ class CompileOptions:
 
     Args:
         indexer_dtype: dtype of the index keys and of the tier that scores them. `auto` is the exact
-            tier: the dtype that the cache stores. `fp8` changes numbers and needs a `PagedCache`
-            whose index keys are FP8; `bf16` and `fp32` demand a cache of that dtype.
+            tier in the model's dtype. `fp8` changes numbers and needs a `PagedCache` whose index
+            keys are FP8; `bf16` and `fp32` are the exact tier and demand a model of that dtype.
         inner: who compiles the graph after the passes. `inductor` generates code, `eager` runs the
             graph node by node (no C++ compiler needed, starts fast). Left alone, a CPU machine
             without a C++ compiler uses `eager` and says so.
         strict: raise `MatchError` when a pass matched fewer or more regions than the model has.
             With False one warning says it.
         disable: names of passes to leave out, with their expectation.
-        deterministic: only kernels whose result does not depend on the order of atomic updates.
+        deterministic: bf16 linears whose result for a row depends neither on the number of rows
+            nor on the others. Repeated runs are equal either way.
 
     Raises:
         ValueError: a value that is not among the known ones; the message names them.
@@ -107,18 +108,19 @@ class CompileOptions:
 
 
 def check_mode(mode: str | None) -> None:
-    """Accept `torch.compile(mode=...)` None and "default", refuse the others with the way to go.
+    """Accept `torch.compile(mode=...)` None and "default", refuse the others with the reason.
 
     Inductor's modes choose its CUDA graphs and its tuning for one graph; here a model is several
-    compiled kinds that write into caches, and `glm_compile.generate` captures a whole iteration.
+    compiled kinds that write into caches.
 
     Raises:
         ValueError: any other mode.
     """
     if mode not in (None, "default"):
         raise ValueError(
-            f"mode={mode!r}: the glm backend takes no mode but 'default'; CUDA graphs are captured "
-            "by glm_compile.generate (cuda_graph=...), kernels are chosen from measured tables"
+            f"mode={mode!r}: the glm backend takes no mode but 'default'; its kernels need no "
+            "tuning, and it captures no CUDA graphs of its own: the model runs as several compiled "
+            "kinds that write into caches"
         )
 
 
