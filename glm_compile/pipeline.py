@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import logging
 import re
-from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -48,7 +47,7 @@ from glm_compile.fx_passes.layer_kinds import (
 )
 from glm_compile.options import PASS_NAMES, CompileOptions
 from glm_compile.report import CompileReport, GraphDump
-from glm_compile.weights import LINEARS_BY_INPUT, MergeRecord, merge_groups
+from glm_compile.weights import MergeRecord, merge_groups
 
 logger = logging.getLogger(__name__)
 
@@ -56,6 +55,32 @@ _MODEL_CLASSES = "GlmMoeDsa"
 _INDEXER_CLASS = "GlmMoeDsaIndexer"
 _ATTENTION_CLASS = "GlmMoeDsaAttention"
 _WARNED: set[str] = set()
+
+
+@dataclass(frozen=True)
+class LinearFacts:
+    """One call of a linear over a parameter.
+
+    Attributes:
+        name: of the weight's module.
+        dtype: the weight's.
+        input_dtype: dtype of what it reads.
+        source: what it reads, before casts and views.
+        has_bias: whether a bias is added.
+        is_dense: whether the weight's rows lie side by side.
+    """
+
+    name: str
+    dtype: torch.dtype
+    input_dtype: torch.dtype
+    source: str
+    has_bias: bool
+    is_dense: bool
+
+    @property
+    def is_mergeable(self) -> bool:
+        """Whether it joins what else reads the same input."""
+        return self.is_dense and not self.has_bias and "lora_" not in self.name
 
 
 @dataclass(frozen=True)
@@ -67,8 +92,7 @@ class GraphFacts:
         num_layers: calls of decoder layers.
         num_indexers: calls of indexers.
         num_attentions: calls of attention.
-        linears: (name of the weight's module, its dtype, the input's dtype) of each linear over a
-            parameter.
+        linears: the calls of linears over a parameter.
         has_fp8_keys: whether the cache stores FP8 index keys.
         is_model_code: whether code of the model made any node.
     """
@@ -77,7 +101,7 @@ class GraphFacts:
     num_layers: int
     num_indexers: int
     num_attentions: int
-    linears: tuple[tuple[str, torch.dtype, torch.dtype], ...]
+    linears: tuple[LinearFacts, ...]
     has_fp8_keys: bool
     is_model_code: bool
 
@@ -91,17 +115,17 @@ class GraphFacts:
         """What was captured, for the report."""
         if not self.holds_layers:
             return "part of the model"
-        is_mtp = any(name.rpartition(".")[2] == "eh_proj" for name, *_ in self.linears)
+        is_mtp = any(linear.name.rpartition(".")[2] == "eh_proj" for linear in self.linears)
         return "MTP layer" if is_mtp else "model"
 
     def expected(self, disabled: frozenset[str]) -> dict[str, int]:
         """Regions that the passes must find, by report key."""
         groups = self._groups() if "merge_linears" not in disabled else []
-        grouped = [name for group in groups for name, *_ in group]
+        grouped = {id(linear) for group in groups for linear in group}
         is_bf16 = [
-            name
-            for name, *dtypes in self.linears
-            if dtypes == [torch.bfloat16, torch.bfloat16] and name not in grouped
+            linear
+            for linear in self.linears
+            if linear.dtype == linear.input_dtype == torch.bfloat16 and id(linear) not in grouped
         ]
         counts = {
             "mask": self.num_attentions + self.num_indexers,
@@ -112,21 +136,13 @@ class GraphFacts:
         }
         return {name: counts[name] for name in PASS_NAMES if name not in disabled}
 
-    def _groups(self) -> list[list[tuple[str, torch.dtype, torch.dtype]]]:
-        """Linears that read one input, of one dtype, at least two; one entry a call."""
-        calls: dict[tuple[str, int], list[tuple[str, torch.dtype, torch.dtype]]] = {}
-        seen: Counter[str] = Counter()
+    def _groups(self) -> list[list[LinearFacts]]:
+        """Linears that read one input, of one dtype, over at least two weights."""
+        groups: dict[tuple[str, torch.dtype], list[LinearFacts]] = {}
         for linear in self.linears:
-            name, weight_dtype, _input_dtype = linear
-            call = seen[name]
-            seen[name] += 1
-            for position, names in enumerate(LINEARS_BY_INPUT):
-                for suffix in names:
-                    if name == suffix or name.endswith("." + suffix):
-                        owner = name[: -len(suffix)]
-                        key = (f"{owner}{position} {weight_dtype}", call)
-                        calls.setdefault(key, []).append(linear)
-        return [group for group in calls.values() if len(group) > 1]
+            if linear.is_mergeable:
+                groups.setdefault((linear.source, linear.dtype), []).append(linear)
+        return [group for group in groups.values() if len({linear.name for linear in group}) > 1]
 
 
 def read_facts(graph_module: fx.GraphModule) -> GraphFacts:
@@ -517,16 +533,41 @@ def _whole(graph_module: fx.GraphModule, example_inputs: Sequence[Any]) -> Layer
     )
 
 
-def _read_linear(node: fx.Node) -> tuple[str, torch.dtype, torch.dtype] | None:
+_VIEWS = ("view", "reshape", "flatten", "unsqueeze", "squeeze", "contiguous")
+_CASTS = ("to", "type", "float", "half", "bfloat16")
+
+
+def _read_linear(node: fx.Node) -> LinearFacts | None:
     weight = node.args[1] if len(node.args) > 1 else node.kwargs.get("weight")
     source = node.args[0] if node.args else node.kwargs.get("input")
-    if not (isinstance(weight, fx.Node) and weight.op == "placeholder"):
+    bias = node.args[2] if len(node.args) > 2 else node.kwargs.get("bias")
+    if not isinstance(weight, fx.Node) or not isinstance(source, fx.Node):
         return None
+    dtype = _dtype_of(weight)
+    weight = _read_from(weight, _CASTS)
     name, value = parameter_name(weight), example_value(weight)
-    if name is None or not isinstance(value, torch.Tensor) or not isinstance(source, fx.Node):
+    if name is None or not isinstance(value, torch.Tensor) or value.dtype != dtype:
         return None
-    read = example_value(source)
-    return _module_name(name), value.dtype, read.dtype if read is not None else value.dtype
+    return LinearFacts(
+        _module_name(name),
+        value.dtype,
+        _dtype_of(source) or value.dtype,
+        _read_from(source, _VIEWS + _CASTS).name,
+        bias is not None,
+        value.is_contiguous(),
+    )
+
+
+def _read_from(node: fx.Node, methods: Sequence[str]) -> fx.Node:
+    """The node under calls of the given methods."""
+    while node.op == "call_method" and node.target in methods and isinstance(node.args[0], fx.Node):
+        node = node.args[0]
+    return node
+
+
+def _dtype_of(node: fx.Node) -> torch.dtype | None:
+    value = example_value(node)
+    return value.dtype if isinstance(value, torch.Tensor) else None
 
 
 def _module_name(parameter: str) -> str:

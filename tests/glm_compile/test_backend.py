@@ -126,6 +126,53 @@ def doubles(module, arguments, output):
     return 2 * output
 
 
+class Extended(torch.nn.Module):
+    """A linear with a low-rank product beside it, as a user's own adapter has it."""
+
+    def __init__(self, linear: torch.nn.Linear) -> None:
+        super().__init__()
+        self.linear = linear
+        self.down = torch.nn.Linear(linear.in_features, 4, bias=False, dtype=linear.weight.dtype)
+        self.up = torch.nn.Linear(4, linear.out_features, bias=False, dtype=linear.weight.dtype)
+        self.requires_grad_(False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.linear(x) + self.up(self.down(x))
+
+
+def scale_input(_module, arguments):
+    return (arguments[0] * 1.25,)
+
+
+def extend_linears(model) -> None:
+    for layer in model.model.layers:
+        layer.self_attn.q_a_proj = Extended(layer.self_attn.q_a_proj)
+        layer.self_attn.o_proj = Extended(layer.self_attn.o_proj)
+
+
+def scale_inputs(model) -> None:
+    for layer in model.model.layers:
+        layer.self_attn.kv_a_proj_with_mqa.register_forward_pre_hook(scale_input)
+
+
+@pytest.mark.parametrize(
+    ("config", "change"),
+    [({"attention_bias": True}, None), ({}, extend_linears), ({}, scale_inputs)],
+    ids=["biased", "extended", "other_inputs"],
+)
+def test_merges_are_expected_where_linears_read_one_input(config, change):
+    model = small_model(config=config, dtype=BF16)
+    if change is not None:
+        change(model)
+    step = Step(model, None, 12)
+    expected, _ = step.run(model)
+    actual, _ = step.run(compile_model(model))
+    assert_logits_close(actual, expected)
+    report = report_of_last_compilation()
+    assert report.matches == report.expected
+    assert report.expected["merge_linears"] >= 5
+
+
 def test_a_growing_dynamic_cache_compiles_a_few_times():
     model = small_model()
     compiled = compile_model(model)
