@@ -14,7 +14,7 @@ dim, D index head dim, X width of a cached row.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -314,7 +314,12 @@ class PagedCache(Cache):
         self.lengths.add_(tokens_to_remove).clamp_(min=0)
 
     def reset(self) -> None:
-        """Forget all tokens; memory and addresses stay."""
+        """Forget all tokens; memory and addresses stay, contents become zeros.
+
+        A NaN that an earlier text left would survive its mask, as that of an unwritten row would.
+        """
+        for pages in self._pages():
+            pages.zero_()
         self.lengths.zero_()
         self._is_ragged = False
         self._known_length = 0
@@ -331,10 +336,8 @@ class PagedCache(Cache):
         source = self.block_table.index_select(0, beam_idx).flatten().long()
         has_pages = (target >= 0) & (source >= 0)
         target, source = target[has_pages], source[has_pages]
-        for layer in self.layers:
-            for pages in (layer.latent_pages, layer.key_pages):
-                if pages is not None:
-                    pages[target] = pages[source]
+        for pages in self._pages():
+            pages[target] = pages[source]
         self.lengths.copy_(self.lengths.index_select(0, beam_idx))
 
     def batch_repeat_interleave(self, repeats: int) -> None:
@@ -359,12 +362,13 @@ class PagedCache(Cache):
         return self._page_bytes() + sum(t.nbytes for t in (self.lengths, self.block_table))
 
     def _page_bytes(self) -> int:
-        return sum(
-            pages.nbytes
-            for layer in self.layers
-            for pages in (layer.latent_pages, layer.key_pages)
-            if pages is not None
-        )
+        return sum(pages.nbytes for pages in self._pages())
+
+    def _pages(self) -> Iterator[torch.Tensor]:
+        for layer in self.layers:
+            yield layer.latent_pages
+            if layer.key_pages is not None:
+                yield layer.key_pages
 
     def _gather_latents(self, layer_idx: int) -> tuple[torch.Tensor, torch.Tensor]:
         latents_BTX = paged_gather(

@@ -261,6 +261,17 @@ class TestLengths:
         cache.advance(torch.tensor([3]))
         assert int(cache.get_seq_length()) == 3
 
+    @pytest.mark.parametrize("attention", ["sdpa", "eager"])
+    def test_a_reset_cache_forgets_nan(self, attention):
+        model = tiny_model(attention=attention)
+        ids = random_ids(1, 30)
+        cache, fresh = (PagedCache(model.config, 1, 64) for _ in range(2))
+        step(model, ids, cache)
+        for layer in cache.layers:
+            layer.latent_pages.fill_(float("nan"))
+        cache.reset()
+        torch.testing.assert_close(step(model, ids, cache), step(model, ids, fresh))
+
     def test_rolled_back_tokens_leave_no_trace(self):
         model = tiny_model()
         ids = random_ids(1, 40)
