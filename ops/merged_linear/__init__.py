@@ -41,6 +41,8 @@ def merged_linear(
     weights = list(weights)
     if not weights:
         raise ValueError("merged_linear: at least one weight is needed")
+    if not x.dim():
+        raise ValueError("merged_linear: x must be [..., K], got a number")
     for weight in weights:
         if weight.dim() != 2 or not weight.is_floating_point() or weight.shape[1] != x.shape[-1]:
             raise ValueError(

@@ -86,7 +86,7 @@ def topk_select(
     num_rows = scores_RT.shape[0]
     check_rows("topk", "lengths", lengths_R, (num_rows,))
     check_rows("topk", "starts", starts_R, (num_rows,))
-    if plan is not None and (plan.dtype != torch.int32 or plan.shape[0] != num_rows):
+    if plan is not None and (plan.dtype, *plan.shape) != (torch.int32, num_rows, 2):
         raise ValueError(
             f"topk: plan must be topk_plan's for {num_rows} rows, got {plan.dtype} "
             f"{tuple(plan.shape)}"

@@ -172,3 +172,5 @@ def test_wrong_arguments_are_named():
         merged_linear(x, [torch.randn(3, 23)])
     with pytest.raises(ValueError, match="floating"):
         merged_linear(x, [torch.ones(3, 24, dtype=torch.int8)])
+    with pytest.raises(ValueError, match=r"x must be \[\.\.\., K\]"):
+        merged_linear(x[0, 0], [torch.randn(3, 1)])

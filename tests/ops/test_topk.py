@@ -175,6 +175,8 @@ def test_any_row_of_floats(row: list[float], start: int, length: int, k: int) ->
         ({"lengths_R": torch.ones(3, dtype=torch.int32)}, "lengths must hold one value a row"),
         ({"starts_R": torch.ones(1, dtype=torch.int32)}, "starts must hold one value a row"),
         ({"plan": torch.ones(3, 2, dtype=torch.int32)}, "plan must be topk_plan's for 2 rows"),
+        ({"plan": torch.ones(2, dtype=torch.int32)}, "plan must be topk_plan's for 2 rows"),
+        ({"plan": torch.ones((), dtype=torch.int32)}, "plan must be topk_plan's for 2 rows"),
         ({"block_table": torch.ones(2, 4)}, "block_table must be int32 or int64"),
         ({"block_table": torch.ones(2, dtype=torch.int32)}, "block_table must be"),
         ({"block_table": torch.ones(3, 1, dtype=torch.int32)}, "3 sequences of 1 rows expected"),
