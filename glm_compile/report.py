@@ -21,6 +21,8 @@ from glm_compile.fx_passes.base import Declined
 
 # Written into every folder that `save` makes, so that it overwrites its own folders only.
 MARKER = "glm_compile_report.txt"
+_GRAPH_FILE = re.compile(r"\d{2,}-.+-(before|after)\.txt")
+_SCRATCH = ".glm_compile-"
 _MAX_REPORTS = 16
 _REPORTS: collections.deque[CompileReport] = collections.deque(maxlen=_MAX_REPORTS)
 _LISTENERS: list[Callable[[CompileReport], None]] = []
@@ -130,35 +132,35 @@ class CompileReport:
     def save(self, path: str | os.PathLike[str]) -> Path:
         """Write the table and each graph before and after each pass as text files.
 
-        The folder appears complete or not at all. One that an earlier `save` made is replaced.
+        A new folder appears complete or not at all. In one that an earlier `save` filled, its files
+        are replaced once all of the new ones are written; the folder itself stays.
 
         Raises:
-            FileExistsError: `path` is a file, or a folder with content that is not a report.
+            FileExistsError: `path` is a file, or a folder with content that is not a report's.
         """
         target = Path(path).absolute()
-        if target.exists() or target.is_symlink():
+        is_new = not target.exists() and not target.is_symlink()
+        if not is_new:
             if not target.is_dir():
                 raise FileExistsError(f"save: {target} exists and is not a folder")
-            if any(target.iterdir()) and not (target / MARKER).is_file():
-                raise FileExistsError(
-                    f"save: {target} has content that is not a glm_compile report; "
-                    "give an empty or new folder"
-                )
+            _check_is_own(target)
         target.parent.mkdir(parents=True, exist_ok=True)
-        scratch = Path(tempfile.mkdtemp(prefix=f".{target.name}-", dir=target.parent))
+        scratch = Path(tempfile.mkdtemp(prefix=_SCRATCH, dir=target.parent if is_new else target))
         try:
             self._write(scratch)
-            # mkdtemp makes private folders; a report is as readable as any other file of the user.
-            umask = os.umask(0)
-            os.umask(umask)
-            scratch.chmod(0o777 & ~umask)
-            if target.exists():
-                old = Path(tempfile.mkdtemp(prefix=f".{target.name}-old-", dir=target.parent))
-                target.rename(old / "report")
+            if is_new:
+                # mkdtemp makes private folders; a report is as readable as other files of the user.
+                umask = os.umask(0)
+                os.umask(umask)
+                scratch.chmod(0o777 & ~umask)
                 scratch.rename(target)
-                shutil.rmtree(old)
             else:
-                scratch.rename(target)
+                written = {file.name for file in scratch.iterdir()}
+                for name in sorted(written):
+                    (scratch / name).replace(target / name)
+                for old in target.iterdir():
+                    if old.name not in written and old != scratch:
+                        old.unlink()
         finally:
             shutil.rmtree(scratch, ignore_errors=True)
         return target
@@ -219,6 +221,19 @@ def _summaries(declined: list[Declined]) -> list[str]:
         is_one = len({entry.reason for entry in entries}) == 1
         lines.append(f"{where}{more}: {entries[0].reason if is_one else reason}")
     return lines
+
+
+def _check_is_own(folder: Path) -> None:
+    """Refuse a folder that holds anything but a report, or nothing."""
+    names = sorted(path.name for path in folder.iterdir())
+    if not names:
+        return
+    others = [name for name in names if name != MARKER and not _GRAPH_FILE.fullmatch(name)]
+    if others or MARKER not in names:
+        raise FileExistsError(
+            f"save: {folder} has content that is not a glm_compile report"
+            f"{f' ({others[0]})' if others else ''}; give an empty or new folder"
+        )
 
 
 def _file_name(text: str) -> str:

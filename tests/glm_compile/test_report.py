@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 
 from glm_compile import report as report_module
@@ -101,6 +103,34 @@ def test_save_refuses_what_it_did_not_make(tmp_path):
         make_report().save(tmp_path / "notes.txt")
     assert [p.name for p in tmp_path.iterdir()] == ["notes.txt"]
     assert (tmp_path / "notes.txt").read_text() == "mine"
+
+
+def test_save_keeps_what_a_user_put_into_a_report(tmp_path):
+    folder = make_report().save(tmp_path / "report")
+    (folder / "notes.txt").write_text("mine")
+    with pytest.raises(FileExistsError, match=r"notes\.txt"):
+        make_report().save(folder)
+    assert (folder / "notes.txt").read_text() == "mine"
+
+
+@pytest.mark.parametrize("is_filled", [False, True])
+def test_save_keeps_the_folder_that_it_fills(tmp_path, monkeypatch, is_filled):
+    folder, link = tmp_path / "report", tmp_path / "link"
+    folder.mkdir()
+    link.symlink_to(folder)
+    if is_filled:
+        make_report().save(folder)
+    inode = folder.stat().st_ino
+    monkeypatch.chdir(folder)
+    make_report().save(".")
+    make_report().save(link)
+    assert link.is_symlink() and folder.stat().st_ino == inode
+    assert Path.cwd() == folder
+    assert len(list(folder.iterdir())) == 7
+
+
+def test_save_takes_the_longest_name(tmp_path):
+    assert make_report().save(tmp_path / ("r" * 255)).is_dir()
 
 
 def test_failed_save_leaves_no_trace(tmp_path, monkeypatch):
