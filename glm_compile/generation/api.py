@@ -93,6 +93,16 @@ def generate(
     Raises:
         ValueError: an argument or field that cannot be honoured, before any work.
     """
+    if not isinstance(input_ids, torch.Tensor) or input_ids.dim() != 2:
+        found = (
+            f"shape {tuple(input_ids.shape)}"
+            if isinstance(input_ids, torch.Tensor)
+            else type(input_ids).__name__
+        )
+        raise ValueError(
+            f"generate: input_ids must be a tensor [batch, length], got {found}; a tokenizer "
+            'returns one as tokenizer(text, return_tensors="pt").input_ids'
+        )
     num_drafts, is_index_shared = check_draft_arguments(mtp, num_draft_tokens, index_share)
     plain_model, compiler = unwrap_compiled(model)
     check_cuda_graph(cuda_graph, plain_model.model.embed_tokens.weight.device)

@@ -487,6 +487,15 @@ def test_arguments_of_transformers_that_would_get_lost_are_refused(model: Any, n
         glm_compile.generate(model, prompt_of(5), **{name: model if "model" in name else True})
 
 
+@pytest.mark.parametrize(
+    ("ids", "found"),
+    [("import os", "str"), ([[1, 2]], "list"), (torch.tensor([1, 2]), r"shape \(2,\)")],
+)
+def test_prompts_that_are_no_batch_of_ids_are_refused(model: Any, ids: Any, found: str) -> None:
+    with pytest.raises(ValueError, match=rf"input_ids must be a tensor .*got {found}"):
+        glm_compile.generate(model, ids, max_new_tokens=2)
+
+
 def test_an_assistant_is_refused_through_transformers(model: Any) -> None:
     with pytest.raises(ValueError, match="assistant_model"):
         model.generate(prompt_of(5), assistant_model=model, custom_generate=glm_compile.generate)
