@@ -10,11 +10,6 @@ if __name__ != "glm_compile.fx_passes":
 
 from glm_compile.fx_passes.base import GraphPass, PassOptions
 
-# Passes on the functional ATen graph, in the order in which they run. Each is correct alone, so any
-# may be disabled: indexer_topk turns the scores into ops, indexer_prologue looks for those ops'
-# producers, merge_linears takes what shares an input, bf16_linear what is left.
-PASS_NAMES = ("indexer_topk", "indexer_prologue", "merge_linears", "bf16_linear")
-
 
 def make_passes(options: PassOptions) -> tuple[GraphPass, ...]:
     """Return the passes of an ATen graph for these options, in order.
@@ -26,6 +21,9 @@ def make_passes(options: PassOptions) -> tuple[GraphPass, ...]:
     from glm_compile.fx_passes.indexer_topk import IndexerTopk
     from glm_compile.fx_passes.merge_linears import MergeLinears
 
+    # Each is correct alone, so any may be disabled: indexer_topk turns the scores into ops,
+    # indexer_prologue looks for those ops' producers, merge_linears takes what shares an input,
+    # bf16_linear what is left.
     passes: tuple[GraphPass, ...] = (
         IndexerTopk(options),
         IndexerPrologue(options),

@@ -7,6 +7,7 @@ on.
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass, field
 from typing import Protocol
 
@@ -100,10 +101,13 @@ def module_path(node: fx.Node) -> str | None:
     return clean_path(path)
 
 
+def where(node: fx.Node) -> str:
+    """Place of a candidate for people: its module's path if recorded, else the node's name."""
+    return module_path(node) or node.name
+
+
 def clean_path(path: str) -> str:
     """`L['self'].model.layers.0` or `L['self']._modules['model']...` -> `model.layers.0`."""
-    import re
-
     path = re.sub(r"_modules\['([^']+)'\]", r"\1", path)
     path = re.sub(r"\['([^']+)'\]|\[(\d+)\]", lambda m: "." + (m[1] or m[2]), path)
     return re.sub(r"^L\.[^.]+\.?", "", path).lstrip(".")

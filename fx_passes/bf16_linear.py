@@ -17,11 +17,9 @@ import torch
 from torch import fx
 
 from glm_compile.fx_passes import canonical, layouts
-from glm_compile.fx_passes.base import Declined, PassOptions, PassResult
+from glm_compile.fx_passes.base import Declined, PassOptions, PassResult, where
 from glm_compile.fx_passes.canonical import Linear
 from glm_compile.fx_passes.editing import Builder, erase_dead, refresh
-from glm_compile.fx_passes.indexer_topk import where
-from glm_compile.fx_passes.merge_linears import in_shape_of
 
 
 class Bf16Linear:
@@ -60,7 +58,7 @@ class Bf16Linear:
             self.options.deterministic,
             "",
         )
-        found.node.replace_all_uses_with(in_shape_of(build, call, found.node))
+        found.node.replace_all_uses_with(build.view_like(call, found.node))
         refresh(graph, build.made)
         erase_dead(graph, [found.node])
 

@@ -22,6 +22,8 @@ from torch import fx
 
 from glm_compile.fx_passes.base import No
 from glm_compile.fx_passes.layouts import (
+    PERMUTES,
+    RESHAPES,
     Axis,
     Layout,
     args,
@@ -40,25 +42,7 @@ from glm_compile.fx_passes.layouts import (
 
 aten = torch.ops.aten
 prims = torch.ops.prims
-_RESHAPES = frozenset(
-    (
-        aten.view.default,
-        aten._unsafe_view.default,
-        aten.reshape.default,
-        aten.unsqueeze.default,
-        aten.squeeze.default,
-        aten.squeeze.dim,
-        aten.squeeze.dims,
-        aten.clone.default,
-        aten.alias.default,
-        aten.detach.default,
-        aten.contiguous.default,
-        aten.flatten.using_ints,
-        aten.lift_fresh_copy.default,
-    )
-)
-_PERMUTES = frozenset((aten.t.default, aten.transpose.int, aten.permute.default, aten.mT.default))
-_VIEWS = _RESHAPES | _PERMUTES | {aten.expand.default}
+_VIEWS = RESHAPES | PERMUTES | {aten.expand.default}
 _CASTS = frozenset((aten._to_copy.default, prims.convert_element_type.default, aten.to.dtype))
 _SUMS = frozenset((aten.sum.dim_IntList,))
 _MULS = frozenset((aten.mul.Tensor, aten.mul.Scalar))
@@ -168,7 +152,7 @@ class Contraction:
         node: result.
         lhs, rhs: operands as the product reads them.
         bias: added afterwards (addmm), or None.
-        summed: how the layouts combine.
+        form: `mm`, `bmm` or `sum`: how the layouts combine.
     """
 
     node: fx.Node

@@ -149,6 +149,16 @@ class Builder:
             copied = self.call(aten.clone.default, node, memory_format=torch.contiguous_format)
             return self.call(aten.view.default, copied, list(shape))
 
+    def view_like(self, node: fx.Node, old: fx.Node) -> fx.Node:
+        """`node` in the shape of `old`, with symbolic sizes that are read from `node`."""
+        shape, own = old.meta["val"].shape, node.meta["val"].shape
+        symbolic = [d for d, size in enumerate(shape) if not isinstance(size, int)]
+        sizes: list[Any] = list(shape)
+        for d in symbolic:
+            same = [o for o, size in enumerate(own) if statically_known_true(size == shape[d])]
+            sizes[d] = self.size(node, same[0]) if same and len(symbolic) > 1 else -1
+        return self.view(node, sizes)
+
 
 def fake_mode_of(nodes: Iterable[Any]) -> Any:
     """The fake tensor mode of a graph's values."""

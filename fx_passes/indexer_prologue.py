@@ -31,11 +31,11 @@ import torch
 from torch import fx
 
 from glm_compile.fx_passes import canonical, index_scores, layouts, rotations
-from glm_compile.fx_passes.base import Declined, No, PassOptions, PassResult
+from glm_compile.fx_passes.base import Declined, No, PassOptions, PassResult, where
 from glm_compile.fx_passes.canonical import LayerNorm
 from glm_compile.fx_passes.editing import Builder, erase_dead, first_user, hoist, refresh
 from glm_compile.fx_passes.index_scores import KeyStore
-from glm_compile.fx_passes.indexer_topk import NEEDS_FP8_CACHE, check_tier, where
+from glm_compile.fx_passes.indexer_topk import NEEDS_FP8_CACHE, check_tier
 from glm_compile.fx_passes.layouts import describe
 from glm_compile.fx_passes.rotations import Rope
 
@@ -118,7 +118,7 @@ class IndexerPrologue:
         build = Builder(graph, point, anchor)
         call = build.call(glm.indexer_prologue.default, *_arguments(build, found), "")
         for i, old in enumerate(outputs):
-            _substitute(build, old, build.item(call, i))
+            old.replace_all_uses_with(build.view_like(build.item(call, i), old))
         refresh(graph, build.made)
         erase_dead(graph, outputs)
 
@@ -155,7 +155,7 @@ class IndexerPrologue:
             **{name: arg for name, arg in arguments.items() if name.startswith("_")},
         )
         for i, old in enumerate(outputs):
-            _substitute(build, old, build.item(call, i))
+            old.replace_all_uses_with(build.view_like(build.item(call, i), old))
         refresh(graph, build.made)
         erase_dead(graph, [*outputs, quant, write])
 
@@ -378,16 +378,3 @@ def _arguments(build: Builder, found: Prologue, factor: float = 1.0) -> list[Any
         found.q.interleaved,
         found.gate_scale * factor,
     ]
-
-
-def _substitute(build: Builder, old: fx.Node, new: fx.Node) -> None:
-    """Put `new` in the place of `old`, in old's shape."""
-    new_shape = layouts.shape_of(new)
-    shape: list[Any] = []
-    for size in layouts.shape_of(old):
-        if isinstance(size, int):
-            shape.append(size)
-            continue
-        dims = [d for d, other in enumerate(new_shape) if layouts.is_same(size, other)]
-        shape.append(build.size(new, dims[0]) if dims else -1)
-    old.replace_all_uses_with(build.view(new, shape))

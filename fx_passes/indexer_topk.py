@@ -30,7 +30,7 @@ import torch
 from torch import fx
 
 from glm_compile.fx_passes import index_scores, layouts
-from glm_compile.fx_passes.base import Declined, No, PassOptions, PassResult, module_path
+from glm_compile.fx_passes.base import Declined, No, PassOptions, PassResult, where
 from glm_compile.fx_passes.editing import Builder, erase_dead
 from glm_compile.fx_passes.index_scores import IndexScores, KeyRead
 
@@ -58,10 +58,6 @@ def check_tier(options: PassOptions, kind: str, dtype: torch.dtype) -> None:
             f"indexer_dtype={options.indexer_dtype!r} asks for {wanted} index keys, the model's "
             f"are {dtype}: load the model in {wanted} or use 'auto'"
         )
-
-
-def where(node: fx.Node) -> str:
-    return module_path(node) or node.name
 
 
 class IndexerTopk:

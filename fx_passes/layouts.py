@@ -19,7 +19,8 @@ from torch.fx.experimental.symbolic_shapes import statically_known_true
 from glm_compile.fx_passes.base import No
 
 aten = torch.ops.aten
-_RESHAPES = frozenset(
+# Views and copies that keep the elements in order.
+RESHAPES = frozenset(
     (
         aten.view.default,
         aten._unsafe_view.default,
@@ -36,7 +37,7 @@ _RESHAPES = frozenset(
         aten.lift_fresh_copy.default,
     )
 )
-_PERMUTES = frozenset((aten.t.default, aten.transpose.int, aten.permute.default, aten.mT.default))
+PERMUTES = frozenset((aten.t.default, aten.transpose.int, aten.permute.default, aten.mT.default))
 
 
 def value(node: fx.Node) -> torch.Tensor:
@@ -152,9 +153,9 @@ def permutation(node: fx.Node) -> list[int]:
 def follow(layout: Layout, node: fx.Node) -> Layout | None:
     """Layout of a view node, given its input's; None where the axes' names get lost."""
     shape = shape_of(node)
-    if node.target in _RESHAPES:
+    if node.target in RESHAPES:
         return regroup(layout, shape)
-    if node.target in _PERMUTES:
+    if node.target in PERMUTES:
         return tuple(layout[d] for d in permutation(node))
     if node.target is aten.expand.default:
         result: list[tuple[Axis, ...]] = [

@@ -36,7 +36,7 @@ from glm_compile.fx_passes._dynamo_graph import (
     shape_of,
     specialize_module_floats,
 )
-from glm_compile.fx_passes.base import Declined, No, PassResult, module_path
+from glm_compile.fx_passes.base import Declined, No, PassResult, where
 
 _KEPT_DIMS = ((2, 3), (3, 2), (-1, -2), (-2, -1), (2, -1), (-1, 2), (3, -2), (-2, 3))
 
@@ -55,18 +55,18 @@ def mark_attention(graph_module: fx.GraphModule) -> PassResult:
         is_sdpa = node.target is torch._C._nn.scaled_dot_product_attention
         if not is_sdpa and not _is_attention_softmax(node):
             continue
-        where = module_path(node) or node.name
+        place = where(node)
         try:
             last, arguments = _match_sdpa(node) if is_sdpa else _match_eager(node, writes)
         except No as no:
-            result.declined.append(Declined(where, str(no)))
+            result.declined.append(Declined(place, str(no)))
             continue
         with graph.inserting_before(last):
             marker = insert_call(graph, torch.ops.glm.attention.default, arguments, last)
         last.replace_all_uses_with(marker)
         graph.erase_node(last)
         result.num_matches += 1
-        result.matched.append(where)
+        result.matched.append(place)
     if result.num_matches:
         eliminate_dead_code(graph)
         graph_module.recompile()

@@ -26,10 +26,9 @@ import torch
 from torch import fx
 
 from glm_compile.fx_passes import canonical, layouts
-from glm_compile.fx_passes.base import Declined, MergeResult, PassOptions
+from glm_compile.fx_passes.base import Declined, MergeResult, PassOptions, where
 from glm_compile.fx_passes.canonical import Linear
 from glm_compile.fx_passes.editing import Builder, erase_dead, refresh
-from glm_compile.fx_passes.indexer_topk import where
 
 aten = torch.ops.aten
 
@@ -122,21 +121,9 @@ class MergeLinears:
             start = starts[member.weight]
             size = layouts.shape_of(member.weight)[0]
             part = build.call(aten.slice.Tensor, merged, -1, start, start + size)
-            member.node.replace_all_uses_with(in_shape_of(build, part, member.node))
+            member.node.replace_all_uses_with(build.view_like(part, member.node))
         refresh(graph, build.made)
         erase_dead(graph, [member.node for member in group])
-
-
-def in_shape_of(build: Builder, part: fx.Node, node: fx.Node) -> fx.Node:
-    """View [..., N] in the shape that the linear had, rows flattened or not."""
-    shape = layouts.shape_of(node)
-    own = layouts.shape_of(part)
-    symbolic = [d for d, size in enumerate(shape) if not isinstance(size, int)]
-    sizes: list[Any] = list(shape)
-    for d in symbolic:
-        same = [o for o, size in enumerate(own) if layouts.is_same(size, shape[d])]
-        sizes[d] = build.size(part, same[0]) if same and len(symbolic) > 1 else -1
-    return build.view(part, sizes)
 
 
 def _readers_of_one_input(graph: fx.Graph) -> list[list[Linear]]:
