@@ -130,8 +130,7 @@ def specialize_module_floats(graph_module: fx.GraphModule) -> int:
 
     `torch.compile(..., dynamic=True)` makes tensor inputs of attributes such as `softmax_scale` and
     reads them by `item()`. Asking the symbol for its value is what Dynamo itself does when a float
-    has to be
-    constant: it adds the guard, so a module whose attribute changes is compiled again.
+    has to be constant: it adds the guard, so a module whose attribute changes is compiled again.
     """
     from torch.fx.experimental.symbolic_shapes import guard_scalar
 
@@ -201,6 +200,17 @@ def shape_of(value: Any) -> tuple[Any, ...] | None:
     if isinstance(value, bool | int | float | torch.SymInt | torch.SymFloat):
         return ()
     return None
+
+
+def known_shape(node: fx.Node) -> tuple[Any, ...]:
+    """Shape of a node's value; () also if it is unknown."""
+    return shape_of(node) or ()
+
+
+def dtype_of(node: fx.Node) -> torch.dtype | None:
+    """Dtype of a node's value; None if it is no tensor."""
+    value = example_value(node)
+    return value.dtype if isinstance(value, torch.Tensor) else None
 
 
 def is_one(size: Any) -> bool:

@@ -13,9 +13,8 @@ models/glm_moe_dsa/modeling_glm_moe_dsa.py:
 A key p of query token s is valid iff starts[b, s] <= p < lengths[b, s] and key_mask[b, s, p].
 Routes:
 
-    proven  the mask's nodes are evaluated in the algebra of `index_algebra` and read off as
-    lengths,
-            starts and key masks of the inputs; the mask itself dies
+    proven  the mask's nodes are evaluated to a formula (`index_evaluation`) and read off as
+            lengths, starts and key masks of the inputs (`mask_reading`); the mask itself dies
     bounds  any other bool mask: lengths are bounds taken from its data, and it is the key mask
     kept    a float mask of which it cannot be shown that it is 0 or the minimum everywhere
 
@@ -26,7 +25,6 @@ keep their nodes and stay right.
 
 from __future__ import annotations
 
-import math
 import operator
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -39,27 +37,30 @@ import glm_compile.ops  # noqa: F401  (registers the ops)
 from glm_compile.fx_passes._dynamo_graph import (
     WriteLog,
     argument,
+    dtype_of,
     eliminate_dead_code,
     example_value,
     insert_call,
     is_one,
+    known_shape,
     op_name,
     shape_of,
-    source_name,
     storage_key,
 )
-from glm_compile.fx_passes.base import Declined, No, PassResult, module_path
-from glm_compile.fx_passes.index_algebra import (
-    TRUE,
-    Bool,
-    Entry,
-    Evaluator,
-    Leaf,
-    Lin,
-    Opaque,
-    Two,
-    is_mask_pair,
+from glm_compile.fx_passes.base import Declined, No, PassResult, where
+from glm_compile.fx_passes.index_algebra import Bool, Entry, Lin, Opaque, Two, is_mask_pair
+from glm_compile.fx_passes.index_evaluation import Evaluator
+from glm_compile.fx_passes.mask_consumers import (
+    condition_of,
+    constant_k,
+    first_head,
+    is_indexer_topk,
+    is_int32_cast,
+    split_scores,
+    split_selection,
+    takes_short_rows,
 )
+from glm_compile.fx_passes.mask_reading import MaskReading, opaque_float, read_off, readable
 
 PROVEN, BOUNDS, KEPT, NONE = "proven", "bounds", "kept", "none"
 
@@ -113,15 +114,6 @@ class _Consumer:
     queries: Any
 
 
-@dataclass
-class _Reading:
-    """A mask as conditions: p < lengths, p >= starts, key masks."""
-
-    lengths: list[Lin] = field(default_factory=list)
-    starts: list[Lin] = field(default_factory=list)
-    masks: list[tuple[Leaf, bool]] = field(default_factory=list)
-
-
 class _Prover:
     def __init__(self, graph_module: fx.GraphModule) -> None:
         self.graph_module = graph_module
@@ -167,41 +159,37 @@ class _Prover:
         if note is not None and note not in self.result.notes:
             self.result.notes.append(note)
 
-    # --- consumers -----------------------------------------------------------------------------
-
     def _find(self) -> tuple[list[_Consumer], list[_Consumer]]:
         attention: list[_Consumer] = []
         indexers: list[_Consumer] = []
         for node in self.graph.nodes:
             found, match = attention, self._match_attention
             if node.target is not torch.ops.glm.attention.default:
-                if not _is_indexer_topk(node):
+                if not is_indexer_topk(node):
                     continue
                 found, match = indexers, self._match_indexer
             try:
                 found.append(match(node))
             except No as no:
                 self._set_route(KEPT)
-                self.result.declined.append(Declined(module_path(node) or node.name, str(no)))
+                self.result.declined.append(Declined(where(node), str(no)))
         return attention, indexers
 
     def _match_attention(self, node: fx.Node) -> _Consumer:
         q, _k, _v, mask, _scale, eager = node.args
         if not isinstance(mask, fx.Node) or not isinstance(q, fx.Node):
             raise No("attention without a mask")
-        if eager and _dtype(mask) == torch.bool:
+        if eager and dtype_of(mask) == torch.bool:
             raise No(
                 "a bool mask with eager attention is added as 0 and 1 by transformers: give a mask "
                 "of the model's dtype (0 or the minimum), or use sdpa"
             )
-        base, selection = _split_selection(self.evaluator, mask)
+        base, selection = split_selection(self.evaluator, mask)
         order = self.writes.order
         if writer := self.writes.writer_between(selection, order[selection], order[node]):
             raise No(f"{selection} is written in place by {op_name(writer)}")
         batch, _heads, queries, _dim = shape_of(q) or (None,) * 4
-        return _Consumer(
-            node, module_path(node) or node.name, base, selection, None, batch, queries
-        )
+        return _Consumer(node, where(node), base, selection, None, batch, queries)
 
     def _match_indexer(self, node: fx.Node) -> _Consumer:
         masked = node.args[0]
@@ -210,12 +198,10 @@ class _Prover:
             raise No(f"top-k over axis {argument(node, 2, 'dim')} instead of the keys")
         if argument(node, 3, "largest", True) is not True:
             raise No("top-k of the smallest scores")
-        scores, mask = _split_scores(self.evaluator, masked)
-        base = _first_head(mask)
+        scores, mask = split_scores(self.evaluator, masked)
+        base = first_head(mask)
         batch, queries, _keys = shape_of(node.args[0]) or (None,) * 3
-        return _Consumer(node, module_path(node) or node.name, base, node, scores, batch, queries)
-
-    # --- bounds --------------------------------------------------------------------------------
+        return _Consumer(node, where(node), base, node, scores, batch, queries)
 
     def _bounds(self, group: list[_Consumer]) -> Bounds:
         """Bounds for one mask and the consumers that share it; `No` if it has to be kept."""
@@ -223,15 +209,15 @@ class _Prover:
         uses = [self.writes.order[consumer.node] for consumer in group]
         value = self.evaluator.value(base)
         if isinstance(value, Opaque):
-            raise No(_opaque_float(value.node))
+            raise No(opaque_float(value.node))
         if isinstance(value, Two):
-            if not is_mask_pair(value, _dtype(base) or torch.float32):
+            if not is_mask_pair(value, dtype_of(base) or torch.float32):
                 raise No(
                     f"where(mask, a, b): not 0 / minimum but {value.yes:g} / {value.no:g} "
-                    f"({_readable(base)})"
+                    f"({readable(base)})"
                 )
             for node in self.evaluator.used(base):
-                if (_dtype(node) or torch.bool).is_floating_point and (
+                if (dtype_of(node) or torch.bool).is_floating_point and (
                     writer := self.writes.writer_between(node, self.writes.order[node], max(uses))
                 ):
                     raise No(f"{node} is written in place by {op_name(writer)}")
@@ -239,10 +225,10 @@ class _Prover:
         elif isinstance(value, Bool):
             condition = value
         else:
-            raise No(f"{_readable(base)} is a mask of {_dtype(base)}: expected bool or float")
+            raise No(f"{readable(base)} is a mask of {dtype_of(base)}: expected bool or float")
 
         try:
-            reading = _read_off(condition, len(_shape(base)))
+            reading = read_off(condition, len(known_shape(base)))
             self._check_fresh(base, reading, max(uses))
         except No as no:
             built = self._build_bounds(group[0], uses, isinstance(value, Two))
@@ -251,7 +237,7 @@ class _Prover:
         self._set_route(PROVEN)
         return self._build_proven(group[0], reading)
 
-    def _check_fresh(self, base: fx.Node, reading: _Reading, last_use: int) -> None:
+    def _check_fresh(self, base: fx.Node, reading: MaskReading, last_use: int) -> None:
         """Nobody writes the mask, or what it was made of, between the read and the use."""
         order, writes = self.writes.order, self.writes
         if writer := writes.writer_between(base, order[base], last_use):
@@ -273,10 +259,10 @@ class _Prover:
             if writer := writes.writer_between(node, first, order[base]):
                 raise No(f"{node} is written in place by {op_name(writer)}")
 
-    def _build_proven(self, consumer: _Consumer, reading: _Reading) -> Bounds:
+    def _build_proven(self, consumer: _Consumer, reading: MaskReading) -> Bounds:
         base = consumer.base
         builder = _Builder(self, base, self._place_after(base))
-        rank = len(_shape(base))
+        rank = len(known_shape(base))
         to_rows = {rank - 2: 1} if rank == 2 else {0: 0, rank - 2: 1}
         sizes = (consumer.batch, consumer.queries)
         lengths = builder.rows(reading.lengths, torch.minimum, to_rows, sizes)
@@ -299,9 +285,9 @@ class _Prover:
     def _build_bounds(self, consumer: _Consumer, uses: list[int], is_float: bool) -> Bounds:
         """Lengths from the mask's data; the mask itself is the key mask."""
         base, order = consumer.base, self.writes.order
-        rank = len(_shape(base))
-        if rank == 4 and not is_one(_shape(base)[1]):
-            raise No(f"{_readable(base)} differs between heads")
+        rank = len(known_shape(base))
+        if rank == 4 and not is_one(known_shape(base)[1]):
+            raise No(f"{readable(base)} differs between heads")
         if writer := self.writes.writer_between(base, min(uses), max(uses)):
             raise No(f"{base} is written in place by {op_name(writer)} between its uses")
         place = self._place_after(base)
@@ -310,7 +296,7 @@ class _Prover:
         builder = _Builder(self, base, place)
         mask = base
         if is_float:
-            condition = _condition(base)
+            condition = condition_of(base)
             if condition is None or self.writes.writer_between(condition, -1, max(uses)):
                 condition = builder.call(torch.eq, base, 0)
             mask = condition
@@ -318,7 +304,7 @@ class _Prover:
             mask = builder.call("select", mask, 1, 0)
         elif rank == 2:
             mask = builder.call("unsqueeze", mask, 0)
-        num_keys = _shape(mask)[2]
+        num_keys = known_shape(mask)[2]
         end: Any = num_keys + 1
         if not isinstance(num_keys, int):
             end = builder.call(operator.add, builder.call("size", mask, 2), 1)
@@ -332,8 +318,6 @@ class _Prover:
 
     def _place_after(self, node: fx.Node) -> fx.Node:
         return self.first_call if node.op == "placeholder" else node.next
-
-    # --- replacement ---------------------------------------------------------------------------
 
     def _replace_attention(self, consumer: _Consumer, bounds: Bounds) -> None:
         node = consumer.node
@@ -357,18 +341,14 @@ class _Prover:
     def _replace_indexer(self, consumer: _Consumer, bounds: Bounds) -> None:
         topk = consumer.node
         try:
-            k = _constant_k(argument(topk, 1, "k"))
+            k = constant_k(argument(topk, 1, "k"))
         except No as no:
             self.result.declined.append(Declined(consumer.where, str(no)))
             return
         indices = list(topk.users)
-        outputs = [
-            user
-            for index in indices
-            for user in ([u for u in index.users if _is_int32_cast(u)] or [])
-        ]
+        outputs = [user for index in indices for user in index.users if is_int32_cast(user)]
         pad_valid = any(
-            not _takes_short_rows(user, node)
+            not takes_short_rows(user, node)
             for node in (*indices, *outputs)
             for user in node.users
             if user not in outputs
@@ -430,7 +410,7 @@ class _Builder:
 
     def expand(self, rows: fx.Node, sizes: tuple[Any, Any]) -> fx.Node:
         """int32 [B, S], contiguous, in memory of its own."""
-        rank = len(_shape(self.base))
+        rank = len(known_shape(self.base))
         batch, queries = self.size(sizes[0], 0), self.size(sizes[1], rank - 2)
         wide = self.call("expand", rows, batch, queries)
         return self.call("contiguous", self.call("to", wide, torch.int32))
@@ -448,7 +428,7 @@ class _Builder:
 
     def _evaluate(self, form: Lin, axes: dict[int, int], sizes: tuple[Any, Any]) -> fx.Node:
         device = example_value(self.base).device
-        rank = len(_shape(self.base))
+        rank = len(known_shape(self.base))
         # Row numbers come first, so that the sum is a tensor even if everything else is a number.
         total: fx.Node | None = None
         for axis, factor in form.axes:
@@ -491,7 +471,7 @@ class _Builder:
             size = sizes[target]
             if size is not None and (entry.offset or str(size) != str(shape[dim])):
                 # A leaf may be longer than what is read of it.
-                length = self.size(size, 0 if target == 0 else len(_shape(self.base)) - 2)
+                length = self.size(size, 0 if target == 0 else len(known_shape(self.base)) - 2)
                 node = self.call("narrow", node, dim, entry.offset, length)
             targets.insert(0, target)
         if len(set(targets)) != len(targets):
@@ -502,267 +482,3 @@ class _Builder:
             if target not in targets:
                 node = self.call("unsqueeze", node, target)
         return node
-
-
-# --- reading masks -----------------------------------------------------------------------------
-
-
-def _read_off(condition: Bool, rank: int) -> _Reading:
-    """Lengths, starts and key masks of a condition over [batch, head, query, key]."""
-    if condition.is_false:
-        raise No("the mask is empty")
-    if rank not in (2, 3, 4):
-        raise No(f"a mask of {rank} axes")
-    key, query = rank - 1, rank - 2
-    reading = _Reading()
-    problems: list[str] = []
-    window: Lin | None = None
-    for atom in condition.atoms:
-        if rank == 4 and _moves_along(atom.lin, atom.leaf, 1):
-            problems.append("the mask differs between heads")
-        elif atom.kind == "leaf":
-            assert atom.leaf is not None
-            node, entries = atom.leaf
-            along_key = [entry for entry in entries if entry.axis == key]
-            if any(entry.offset for entry in along_key):
-                problems.append("key mask is read at an offset")
-            elif along_key and any(entry.axis == query for entry in entries):
-                problems.append(_opaque_mask(node))
-            else:
-                reading.masks.append((atom.leaf, atom.positive))
-        elif atom.kind == "eq":
-            problems.append(_equality(atom.lin))
-        elif leaves := atom.lin.leaves_along(key):
-            problems.append(_key_side(leaves[0][0]))
-        else:
-            factor, rest = atom.lin.factor(key), atom.lin.without(key)
-            moves = rest.factor(query) or rest.leaves_along(query)
-            if factor == -1:
-                reading.lengths.append(rest + Lin(1))
-            elif factor == 1 and not moves:
-                reading.starts.append(rest * -1)
-            elif factor == 1 and rest.factor(query) > 0:
-                # p + s >= c: satisfied further down with every row, no bound of the keys.
-                problems.append("nothing bounds the key position by the query")
-            elif factor == 1:
-                window = rest * -1
-                problems.append("lower bound moves with the query")
-            elif factor == 0:
-                problems.append("a condition on the query alone")
-            else:
-                problems.append(f"key side depends on mul (by {abs(factor)})")
-    if window is not None and len(reading.lengths) == 1:
-        width = reading.lengths[0] - window
-        if width.is_const:
-            at = problems.index("lower bound moves with the query")
-            problems[at] = f"sliding window ({width.const} keys): {problems[at]}"
-    if problems:
-        raise No(problems[0])
-    if not reading.lengths:
-        raise No("nothing bounds the key position by the query")
-    return reading
-
-
-def _moves_along(lin: Lin, leaf: Leaf | None, axis: int) -> bool:
-    own = leaf is not None and any(entry.axis == axis for entry in leaf[1])
-    return bool(own or lin.factor(axis) or lin.leaves_along(axis))
-
-
-def _key_side(leaf: fx.Node) -> str:
-    if leaf.op == "placeholder":
-        return f"packed sequences: {_readable(leaf)} is an input, its steps are unknown"
-    return f"key side depends on {op_name(leaf)}"
-
-
-def _equality(lin: Lin) -> str:
-    for (leaf, _entries), _factor in lin.leaves:
-        source = leaf
-        while source.op != "placeholder" and op_name(source) in ("cumsum", "ne", "diff"):
-            if not isinstance(source.args[0], fx.Node):
-                break
-            source = source.args[0]
-        while op_name(source) in ("expand", "to", "long", "view") and source.op != "placeholder":
-            source = source.args[0]  # type: ignore[assignment]
-        if source.op == "placeholder" and op_name(leaf) == "cumsum":
-            return f"packed sequences: {_readable(source)} is an input, its steps are unknown"
-    return "equality of per-token ids (packed sequences, chunks)"
-
-
-def _opaque_mask(node: fx.Node) -> str:
-    shape = tuple(shape_of(node) or ())
-    made_by = f"placeholder {_readable(node)}" if node.op == "placeholder" else op_name(node)
-    return f"opaque mask {shape} from {made_by}"
-
-
-def _opaque_float(node: fx.Node) -> str:
-    if node.op == "placeholder":
-        return (
-            f"additive mask from an input ({_readable(node)}): values unknown, may hold biases; "
-            "give a bool mask, or build it with glm_compile.ops.causal_mask inside the compiled "
-            "function"
-        )
-    return f"additive mask made by {op_name(node)} ({node}): values unknown, may hold biases"
-
-
-def _readable(node: fx.Node) -> str:
-    """Name of an input as the user wrote it, else the node's name."""
-    source = source_name(node)
-    if source is None:
-        return node.name
-    return (
-        source.replace("']", "").replace("'", "").replace('"', "").rsplit("[", 1)[-1].split(".")[-1]
-    )
-
-
-# --- recognising consumers -----------------------------------------------------------------------
-
-
-def _shape(node: fx.Node) -> tuple[Any, ...]:
-    return shape_of(node) or ()
-
-
-def _dtype(node: fx.Node) -> torch.dtype | None:
-    value = example_value(node)
-    return value.dtype if isinstance(value, torch.Tensor) else None
-
-
-def _is_indexer_topk(node: fx.Node) -> bool:
-    """Top-k over [B, S, T] of which only the indices are used; the router's differ in both."""
-    if op_name(node) != "topk" or not node.args or not isinstance(node.args[0], fx.Node):
-        return False
-    if len(_shape(node.args[0])) != 3 or not node.users:
-        return False
-    return all(op_name(user) == "getitem" and user.args[1] == 1 for user in node.users)
-
-
-def _split_selection(evaluator: Evaluator, mask: fx.Node) -> tuple[fx.Node, fx.Node]:
-    """(mask of the model, selected positions) of an attention call's mask."""
-    name = op_name(mask)
-    if name in ("and_", "logical_and", "bitwise_and", "mul"):
-        for base, other in (mask.args[:2], mask.args[1::-1]):
-            if isinstance(base, fx.Node) and isinstance(other, fx.Node):
-                selection = _selected(evaluator, other, True)
-                if selection is not None:
-                    return base, selection
-    elif name == "masked_fill":
-        base, other, fill = mask.args[0], mask.args[1], argument(mask, 2, "value")
-        if isinstance(base, fx.Node) and isinstance(other, fx.Node):
-            selection = _selected(evaluator, other, False)
-            minimum = torch.finfo(_dtype(base) or torch.float32).min
-            if selection is not None and isinstance(fill, float) and fill <= minimum:
-                return base, selection
-    raise No("the attention mask is not a mask combined with selected positions")
-
-
-def _selected(evaluator: Evaluator, node: fx.Node, positive: bool) -> fx.Node | None:
-    """Positions that `node` marks with `positive` and all others with the opposite, or None."""
-    while True:
-        name = op_name(node)
-        if name in ("invert", "logical_not", "bitwise_not"):
-            positive = not positive
-        elif name != "unsqueeze" or node.args[1:] != (1,):
-            break
-        if not isinstance(node.args[0], fx.Node):
-            return None
-        node = node.args[0]
-    if name != "scatter" or len(_shape(node)) != 3:
-        return None
-    source, dim, index, fill = (
-        argument(node, i, key) for i, key in enumerate(("input", "dim", "index", "value"))
-    )
-    if dim not in (-1, 2) or fill is not positive or not isinstance(source, fx.Node):
-        return None
-    background = evaluator.value(source)
-    if not isinstance(background, Bool) or (background == TRUE) == positive:
-        return None
-    if not (background == TRUE or background.is_false):
-        return None
-    # The selection is what the indexer returned, int32: only the cast for scatter is peeled.
-    while isinstance(index, fx.Node) and op_name(index) in ("long", "to"):
-        if _dtype(index) != torch.int64:
-            break
-        index = index.args[0]
-    return index if isinstance(index, fx.Node) else None
-
-
-def _split_scores(evaluator: Evaluator, masked: fx.Node) -> tuple[fx.Node, fx.Node]:
-    """(raw scores, mask) of the input of an indexer's top-k."""
-    name = op_name(masked)
-    if name == "masked_fill":
-        scores, mask, fill = masked.args[0], masked.args[1], argument(masked, 2, "value")
-        if isinstance(mask, fx.Node) and op_name(mask) in ("invert", "logical_not", "bitwise_not"):
-            mask = mask.args[0]
-            if isinstance(scores, fx.Node) and isinstance(mask, fx.Node) and _is_lowest(fill):
-                return scores, mask
-        raise No("the scores are not filled with -inf where the mask is false")
-    if name == "where" and masked.op == "call_function" and _is_lowest(masked.args[2]):
-        mask, scores = masked.args[:2]
-        if isinstance(scores, fx.Node) and isinstance(mask, fx.Node):
-            return scores, mask
-    if name == "add":
-        scores, mask = masked.args[:2]
-        if isinstance(scores, fx.Node) and isinstance(mask, fx.Node):
-            if isinstance(evaluator.value(scores), Two):
-                scores, mask = mask, scores
-            return scores, mask
-    raise No(f"the indexer's scores go into top-k without a mask (made by {name})")
-
-
-def _is_lowest(fill: Any) -> bool:
-    return isinstance(fill, float) and fill <= torch.finfo(torch.float32).min
-
-
-def _first_head(mask: fx.Node) -> fx.Node:
-    """[B, 1, S, T] of a mask that the indexer reads as [B, S, T]."""
-    source = mask.args[0] if mask.args else None
-    if not isinstance(source, fx.Node) or len(_shape(source)) != 4:
-        return mask
-    if not is_one(_shape(source)[1]):
-        return mask
-    name = op_name(mask)
-    if name == "getitem":
-        index = mask.args[1]
-        full = slice(None)
-        if (
-            isinstance(index, tuple)
-            and index[:2] == (full, 0)
-            and all(i == full for i in index[2:])
-        ):
-            return source
-    if name in ("select", "squeeze") and mask.args[1:] in ((1, 0), (1,)):
-        return source
-    return mask
-
-
-def _condition(mask: fx.Node) -> fx.Node | None:
-    """The bool tensor that a float mask was made of, if it has the same shape."""
-    if op_name(mask) == "where" and mask.op == "call_function":
-        cond = mask.args[0]
-        if isinstance(cond, fx.Node) and str(shape_of(cond)) == str(shape_of(mask)):
-            return cond
-    return None
-
-
-def _is_int32_cast(node: fx.Node) -> bool:
-    return op_name(node) in ("to", "int", "type") and _dtype(node) == torch.int32
-
-
-def _takes_short_rows(user: fx.Node, selection: fx.Node) -> bool:
-    """Whether a user of a selection understands -1 as no position."""
-    return (
-        user.target is torch.ops.glm.indexed_attention.default and user.args.index(selection) == 3
-    )
-
-
-def _constant_k(k: Any) -> int:
-    """`k` as an int; a symbolic one is bounded by index_topk, which is all that matters."""
-    if isinstance(k, int):
-        return k
-    value = example_value(k) if isinstance(k, fx.Node) else k
-    if isinstance(value, int):
-        return value
-    if isinstance(value, torch.SymInt):
-        upper = value.node.shape_env.bound_sympy(value.node.expr).upper
-        if upper.is_finite and upper < math.inf:
-            return int(upper)
-    raise No(f"the number of selected keys is not constant: {k}")

@@ -9,7 +9,8 @@ import torch
 from torch import fx
 
 from glm_compile.fx_passes._dynamo_graph import op_name
-from glm_compile.fx_passes.index_algebra import Evaluator, Lin
+from glm_compile.fx_passes.index_algebra import Lin
+from glm_compile.fx_passes.index_evaluation import Evaluator
 
 
 def evaluate(function: Callable[[torch.Tensor], torch.Tensor], name: str) -> tuple[fx.Node, Lin]:
