@@ -20,9 +20,12 @@ from glm_compile.generation.output import GenerationOutput, assemble
 from glm_compile.generation.request import (
     DEFAULT_NUM_DRAFT_TOKENS,
     build_request,
+    check_capacity,
     check_cuda_graph,
     check_draft_arguments,
+    check_model,
     check_model_kwargs,
+    check_mtp_fits,
 )
 from glm_compile.generation.steps import Steps, unwrap_compiled
 
@@ -93,6 +96,7 @@ def generate(
     Raises:
         ValueError: an argument or field that cannot be honoured, before any work.
     """
+    check_model(model)
     if not isinstance(input_ids, torch.Tensor) or input_ids.dim() != 2:
         found = (
             f"shape {tuple(input_ids.shape)}"
@@ -105,6 +109,8 @@ def generate(
         )
     num_drafts, is_index_shared = check_draft_arguments(mtp, num_draft_tokens, index_share)
     plain_model, compiler = unwrap_compiled(model)
+    if mtp is not None:
+        check_mtp_fits(plain_model, mtp)
     check_cuda_graph(cuda_graph, plain_model.model.embed_tokens.weight.device)
     arguments: dict[str, Any] = {
         "mtp": mtp,
@@ -156,6 +162,7 @@ def generate(
         generation_config: Any,
         **model_kwargs: Any,
     ) -> torch.Tensor | GenerationOutput:
+        generation_config.max_cache_len = max_cache_len or generation_config.max_cache_len
         return _decode(
             prepared_model,
             input_ids,
@@ -170,6 +177,9 @@ def generate(
             **arguments,
         )
 
+    # A capacity is ours to honour: transformers would warn that only static caches have one.
+    max_cache_len = generate_kwargs.pop("max_cache_len", None)
+    check_capacity(max_cache_len)
     if return_dict_in_generate:
         generate_kwargs["return_dict_in_generate"] = True
     return plain_model.generate(
@@ -225,6 +235,7 @@ def warmup(
 
     from glm_compile.report import listening
 
+    check_model(model)
     num_drafts = num_draft_tokens if mtp is not None else 0
     plain_model, compiler = unwrap_compiled(model)
     device = plain_model.model.embed_tokens.weight.device

@@ -38,7 +38,7 @@ from glm_compile.generation.accept import (
 )
 from glm_compile.generation.output import ScoreRecord
 from glm_compile.generation.request import Request
-from glm_compile.generation.sampling import draw, probabilities, reject
+from glm_compile.generation.sampling import draw, has_weight, probabilities, reject
 from glm_compile.generation.steps import MtpSteps, TargetSteps
 from glm_compile.generation.stopping import cut_by_criteria
 
@@ -164,16 +164,19 @@ class DecodingLoop:
             if draft_probs_BkV is None:
                 draft_probs_BkV = probs_BSV[:, :0]
             tokens_BS, num_tokens_B = reject(probs_BSV, draft_probs_BkV, drafts_Bk)
+            is_drawn_B = has_weight(probs_BSV, tokens_BS, num_tokens_B)
         else:
             tokens_BS = scores_BSV.argmax(dim=-1)
             num_tokens_B = accept_greedy(tokens_BS, drafts_Bk)
+            is_drawn_B = torch.ones_like(self.finished_B)
         remaining_B = request.max_new_tokens - self.counts_B
         kept_B, finished_B = clip_block(
             tokens_BS, num_tokens_B, remaining_B, self.finished_B, self.eos_ids_E
         )
         ends_B = self.counts_B + request.prompt.given_width
         append_block(self.text_BW, tokens_BS, kept_B, ends_B)
-        tokens, kept, finished = self._read_block(tokens_BS, kept_B, finished_B)
+        is_drawn_B = is_drawn_B | self.finished_B
+        tokens, kept, finished = self._read_block(tokens_BS, kept_B, finished_B, is_drawn_B)
         if self.scores is not None:
             self.scores.append(scores_BSV, kept)
         if self.logits is not None:
@@ -192,12 +195,21 @@ class DecodingLoop:
         return tokens_BS, kept_B, kept
 
     def _read_block(
-        self, tokens_BS: torch.Tensor, kept_B: torch.Tensor, finished_B: torch.Tensor
+        self,
+        tokens_BS: torch.Tensor,
+        kept_B: torch.Tensor,
+        finished_B: torch.Tensor,
+        is_drawn_B: torch.Tensor,
     ) -> tuple[list[list[int]], list[int], list[bool]]:
         """The iteration's only transfer to the host."""
-        packed = torch.cat([tokens_BS, kept_B[:, None], finished_B[:, None].long()], dim=1)
-        rows = packed.cpu().tolist()
-        return [r[:-2] for r in rows], [r[-2] for r in rows], [bool(r[-1]) for r in rows]
+        flags_B2 = torch.stack([finished_B, is_drawn_B], dim=1).long()
+        rows = torch.cat([tokens_BS, kept_B[:, None], flags_B2], dim=1).cpu().tolist()
+        if wrong := [b for b, row in enumerate(rows) if not row[-1]]:
+            raise RuntimeError(
+                f"generate: nothing can be sampled for row(s) {wrong}: the scores hold NaN or inf, "
+                "or leave no token allowed (the model's weights, or a logits processor)"
+            )
+        return [r[:-3] for r in rows], [r[-3] for r in rows], [bool(r[-2]) for r in rows]
 
     def _apply_criteria(
         self, kept: list[int], finished: list[bool]

@@ -56,6 +56,8 @@ def compact_prompt(
             "generate: input_ids must be [batch, length] with at least one token, got "
             f"{tuple(input_ids_BW.shape)}"
         )
+    if input_ids_BW.dtype.is_floating_point or input_ids_BW.dtype in (torch.bool, torch.complex64):
+        raise ValueError(f"generate: input_ids must be integers, got {input_ids_BW.dtype}")
     batch_size, width = input_ids_BW.shape
     if attention_mask_BW is None:
         real_BW = torch.ones_like(input_ids_BW, dtype=torch.bool)
@@ -66,6 +68,8 @@ def compact_prompt(
         )
     else:
         real_BW = attention_mask_BW.to(device=input_ids_BW.device) != 0
+        if not bool((attention_mask_BW == real_BW.to(attention_mask_BW.device)).all()):
+            raise ValueError("generate: attention_mask must hold 0 (padding) and 1 only")
     lengths_B = real_BW.sum(dim=1)
     if bool((lengths_B == 0).any()):
         rows = (lengths_B == 0).nonzero().flatten().tolist()

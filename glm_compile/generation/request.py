@@ -5,6 +5,7 @@ B batch, W prompt width.
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -18,6 +19,8 @@ from glm_compile.generation.prompt import Prompt, compact_prompt
 from glm_compile.generation.stopping import StopRules
 
 DEFAULT_NUM_DRAFT_TOKENS = 5
+# Up to here a call with a smaller budget keeps its drafts: their number is a shape of the graphs.
+UNCLIPPED_DRAFT_TOKENS = 16
 
 
 @dataclass(frozen=True)
@@ -89,6 +92,44 @@ def check_draft_arguments(
         bool(getattr(mtp, "is_index_shared", False)) if index_share is None else bool(index_share)
     )
     return num_draft_tokens, shared
+
+
+def check_model(model: Any) -> None:
+    """Raise for what is no causal language model of the family, plain or compiled."""
+    plain_model = getattr(model, "_orig_mod", model)
+    found = getattr(getattr(plain_model, "config", None), "model_type", None)
+    if found != "glm_moe_dsa" or not hasattr(plain_model, "lm_head"):
+        hint = "; glm_compile.load returns (model, mtp)" if isinstance(model, tuple) else ""
+        raise ValueError(
+            "generate: model must be a GlmMoeDsaForCausalLM, plain or compiled, got "
+            f"{type(plain_model).__name__}{hint}"
+        )
+
+
+def check_mtp_fits(model: Any, mtp: Any) -> None:
+    """Raise for an MTP layer of another size, dtype or device than the model."""
+    ours, theirs = model.lm_head.weight, getattr(getattr(mtp, "eh_proj", None), "weight", None)
+    if theirs is None:
+        return
+    pairs = {
+        "hidden size": (ours.shape[1], theirs.shape[0]),
+        "dtype": (ours.dtype, theirs.dtype),
+        "device": (ours.device, theirs.device),
+    }
+    for name, (expected, found) in pairs.items():
+        if expected != found:
+            raise ValueError(
+                f"generate: the model's {name} is {expected}, the MTP layer's is {found}; load "
+                "both together with glm_compile.load(path, dtype=..., device=...), or move one"
+            )
+
+
+def check_capacity(max_cache_len: int | None) -> None:
+    """Raise for a capacity that is no positive number."""
+    if max_cache_len is not None and (not isinstance(max_cache_len, int) or max_cache_len < 1):
+        raise ValueError(
+            f"generate: max_cache_len must be a positive integer or None, got {max_cache_len!r}"
+        )
 
 
 def check_cuda_graph(cuda_graph: bool | None, device: torch.device) -> None:
@@ -240,6 +281,9 @@ def _check_position_ids(position_ids: torch.Tensor, attention_mask: torch.Tensor
         agrees = position_ids == expected
     else:
         real = attention_mask != 0
+        if not bool((attention_mask == real).all()):
+            # transformers counts positions by adding the mask up.
+            raise ValueError("generate: attention_mask must hold 0 (padding) and 1 only")
         agrees = (position_ids == real.long().cumsum(-1) - 1) | ~real
     if not bool(agrees.all()):
         raise ValueError(
@@ -292,7 +336,12 @@ def build_request(
     if streamer is not None and batch_size > 1:
         raise ValueError(f"generate: streamer works with one sequence, got a batch of {batch_size}")
     max_length = stop.max_length if stop.max_length is not None else config.max_length
-    max_new_tokens = max_length - prompt.given_width
+    try:
+        max_new_tokens = operator.index(max_length) - prompt.given_width
+    except TypeError:
+        raise ValueError(
+            f"generate: max_new_tokens and max_length must be integers, got {max_length!r}"
+        ) from None
     if max_new_tokens < 1:
         raise ValueError(
             f"generate: max_length ({max_length}) leaves no token to generate behind a prompt of "
@@ -305,7 +354,8 @@ def build_request(
         pad_id=_pad_id(config, stop, batch_size),
         stop=stop,
         processor=ScoreProcessor(logits_processor),
-        num_drafts=num_drafts,
+        # More drafts than tokens are wanted could never be kept.
+        num_drafts=min(num_drafts, max(max_new_tokens, UNCLIPPED_DRAFT_TOKENS)),
         is_index_shared=is_index_shared,
         streamer=streamer,
         is_prompt_streamed=is_prompt_streamed,

@@ -29,6 +29,19 @@ def draw(weights: torch.Tensor) -> torch.Tensor:
     return weights.div(noise).argmax(dim=-1)
 
 
+def has_weight(
+    p_BSV: torch.Tensor, tokens_BS: torch.Tensor, num_tokens_B: torch.Tensor
+) -> torch.Tensor:
+    """Whether the last of the first `num_tokens_B` tokens had a probability above zero [B].
+
+    A row without any allowed token, or with a NaN or infinite score, has none that is.
+    """
+    last_B1 = num_tokens_B[:, None] - 1
+    index_B1V = last_B1[..., None].expand(-1, 1, p_BSV.shape[-1])
+    p_BV = p_BSV.gather(1, index_B1V).squeeze(1)
+    return (p_BV.gather(1, tokens_BS.gather(1, last_B1)) > 0).squeeze(1)
+
+
 def reject(
     p_BSV: torch.Tensor,
     q_BkV: torch.Tensor,

@@ -21,6 +21,7 @@ from transformers import (
     TemperatureLogitsWarper,
     TextIteratorStreamer,
 )
+from transformers.generation import configuration_utils
 from transformers.generation.streamers import BaseStreamer
 
 import glm_compile
@@ -564,3 +565,78 @@ def test_gradients_are_never_recorded(model: Any) -> None:
             model, prompt_of(5), max_new_tokens=2, return_dict_in_generate=True, output_logits=True
         )
     assert not got.logits[0].requires_grad
+
+
+def test_a_model_that_is_none_is_named(model: Any) -> None:
+    with pytest.raises(ValueError, match=r"got tuple; glm_compile.load returns \(model, mtp\)"):
+        glm_compile.generate((model, None), torch.ones(1, 3, dtype=torch.long))
+    with pytest.raises(ValueError, match="got Linear"):
+        glm_compile.warmup(torch.nn.Linear(2, 2))
+
+
+def test_an_mtp_layer_of_another_dtype_is_named(model: Any) -> None:
+    other = random_mtp(tiny_model(dtype=torch.bfloat16))
+    with pytest.raises(ValueError, match=r"dtype is torch.float32, the MTP layer's is torch.bfl"):
+        glm_compile.generate(model, torch.ones(1, 3, dtype=torch.long), mtp=other)
+
+
+def test_a_capacity_is_taken_without_a_warning(model: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    said: list[str] = []
+    logger = configuration_utils.logger
+    monkeypatch.setattr(logger, "warning", lambda *args: said.append(str(args)), raising=False)
+    monkeypatch.setattr(logger, "warning_once", lambda *args: said.append(str(args)), raising=False)
+    ids = torch.ones(1, 3, dtype=torch.long)
+    generate = functools.partial(glm_compile.generate, model, ids, max_new_tokens=2)
+    generate(max_cache_len=300, do_sample=False)
+    assert not [text for text in said if "max_cache_len" in text]
+    with pytest.raises(ValueError, match="max_cache_len"):
+        generate(max_cache_len=-1, do_sample=False)
+
+
+@pytest.mark.parametrize(
+    ("message", "fields"),
+    [
+        ("must be integers, got torch.float32", {"inputs": torch.ones(1, 5)}),
+        ("must be integers, got torch.bool", {"inputs": torch.ones(1, 5, dtype=torch.bool)}),
+        ("must hold 0 .padding. and 1", {"attention_mask": torch.full((1, 5), 2)}),
+        ("must hold 0 .padding. and 1", {"attention_mask": torch.full((1, 5), 0.5)}),
+        ("must hold 0 .padding. and 1", {"attention_mask": torch.full((1, 5), torch.nan)}),
+        ("must be integers, got 7.5", {"max_new_tokens": 2.5}),
+    ],
+    ids=lambda v: str(v)[:40],
+)
+def test_a_prompt_or_budget_of_the_wrong_kind(model: Any, message: str, fields: dict) -> None:
+    fields = {"max_new_tokens": 2, "do_sample": False} | fields
+    ids = fields.pop("inputs", prompt_of(5))
+    with pytest.raises(ValueError, match=message):
+        glm_compile.generate(model, ids, **fields)
+    with pytest.raises(ValueError, match=message):
+        model.generate(ids, custom_generate=glm_compile.generate, **fields)
+
+
+@pytest.mark.parametrize("num_drafts", [0, 3])
+@pytest.mark.parametrize("score", [-torch.inf, torch.nan, torch.inf])
+def test_a_row_without_a_distribution_is_an_error_when_sampling(
+    model: Any, num_drafts: int, score: float
+) -> None:
+    def spoil(ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
+        return torch.full_like(scores, score) if ids.shape[1] >= 7 else scores
+
+    kwargs = {"mtp": random_mtp(model), "num_draft_tokens": num_drafts, "max_new_tokens": NEW}
+    with pytest.raises(RuntimeError, match=r"nothing can be sampled for row\(s\) \[0, 1\]"):
+        glm_compile.generate(
+            model,
+            torch.cat([prompt_of(5), prompt_of(5, 1)]),
+            do_sample=True,
+            eos_token_id=None,
+            logits_processor=[spoil],
+            **kwargs,
+        )
+
+
+def test_more_drafts_than_tokens_are_not_made(model: Any) -> None:
+    ids, mtp = prompt_of(5), random_mtp(model)
+    got = glm_compile.generate(
+        model, ids, mtp=mtp, num_draft_tokens=10**6, max_new_tokens=3, do_sample=False
+    )
+    assert torch.equal(got, model.generate(ids, max_new_tokens=3, do_sample=False))
