@@ -6,6 +6,7 @@
 PY := .venv/bin/python
 WORKERS ?= 2
 OLDEST_TRANSFORMERS := 5.20.0
+OLDEST = .venv/transformers-$(OLDEST_TRANSFORMERS)
 export TOKENIZERS_PARALLELISM := false
 export HF_HUB_OFFLINE := 1
 
@@ -43,8 +44,9 @@ test-interpreter: venv-test
 
 # The passes, the backend and the cache against the oldest supported transformers.
 test-oldest: venv-test
-	@test -d .venv/oldest || $(PY) -m pip install --no-deps --target .venv/oldest transformers==$(OLDEST_TRANSFORMERS)
-	PYTHONPATH=.venv/oldest OMP_NUM_THREADS=1 $(PY) -m pytest -n $(WORKERS) --dist loadscope \
+	@test -e $(OLDEST)/.complete || { rm -rf $(OLDEST) && $(PY) -m pip install --no-deps \
+		--target $(OLDEST) transformers==$(OLDEST_TRANSFORMERS) && touch $(OLDEST)/.complete; }
+	PYTHONPATH=$(OLDEST) OMP_NUM_THREADS=1 $(PY) -m pytest -n $(WORKERS) --dist loadscope \
 		-m "not gpu and not big_memory and not slow" tests/fx_passes tests/glm_compile tests/regressions
 
 # A wheel holds the three packages and imports without the repository.

@@ -82,7 +82,8 @@ def generate(
             nothing else: one that keeps a state between calls would see drafts that are rejected
             later.
         return_dict_in_generate: return a GenerationOutput (also if the generation config says so).
-        overlap: whether the host may run ahead of the device. Without effect on the CPU.
+        overlap: whether the host may run ahead of the device. Without effect in this version, which
+            reads each iteration's tokens before it starts the next.
         cuda_graph: True asks for a CUDA graph of the iteration, which needs a CUDA device.
         index_share: whether draft steps reuse the selection of the last accepted row and write
             nothing; None: as `index_share_for_mtp_iteration` of the config.
