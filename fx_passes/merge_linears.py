@@ -96,13 +96,13 @@ class MergeLinears:
                     reasons += [
                         (r, f"its weight is {other}, the others' are {dtype}") for r in group
                     ]
-        if groups or len(readers) - len(reasons) == 1:
-            rest = [r for r in readers if all(r is not out for out, _ in reasons)]
-            others = ", ".join(_label(r) for r in rest)
-            result.declined += [
-                Declined(where(r.node), f"not merged with {others}: {reason}")
-                for r, reason in reasons
-            ]
+        rest = [r for r in readers if all(r is not out for out, _ in reasons)]
+        if groups or len(rest) < 2:
+            for reader, reason in reasons:
+                others = ", ".join(_label(r) for r in rest or readers if r is not reader)
+                result.declined.append(
+                    Declined(where(reader.node), f"not merged with {others}: {reason}")
+                )
         return groups
 
     def _merge(self, graph: fx.Graph, group: list[Linear]) -> None:

@@ -135,6 +135,16 @@ def test_a_bias_stays_out(level: str) -> None:
     assert "it adds a bias" in result.declined[0].reason
 
 
+@pytest.mark.parametrize("level", LEVELS)
+def test_linears_that_all_stay_out_say_why(level: str) -> None:
+    def run(x: torch.Tensor, a: torch.Tensor, b: torch.Tensor, bias: torch.Tensor) -> Any:
+        return F.linear(x, a, bias), F.linear(x, b, bias)
+
+    result, _ = check(run, torch.randn(2, 3, K), *weights(4, 4), torch.randn(4), level=level)
+    assert not result.groups
+    assert ["it adds a bias" in declined.reason for declined in result.declined] == [True, True]
+
+
 def test_a_quantised_weight_stays_out() -> None:
     """A weight that is unpacked in the graph is no placeholder: nothing to lay out (IDX-3)."""
 
