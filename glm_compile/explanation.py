@@ -154,7 +154,6 @@ def _trace(
         if not isinstance(inner, _Analysed):
             raise inner from None
     (report,) = reports
-    report.inner = options.inner
     return report
 
 

@@ -245,14 +245,8 @@ class _Job:
         self.is_analysis = is_analysis
         self.disabled = options.disabled
         self.device_type = _device_type(example_inputs)
-        self.inner = (
-            "none (analysis)"
-            if is_analysis
-            else inner.choose_inner(
-                options.inner,
-                is_explicit=options.is_inner_explicit,
-                device_type=self.device_type,
-            )
+        self.inner = inner.choose_inner(
+            options.inner, is_explicit=options.is_inner_explicit, device_type=self.device_type
         )
         expected = facts.expected(self.disabled)
         self.report = CompileReport(

@@ -7,6 +7,7 @@ import torch
 from torch._dynamo.utils import counters
 
 import glm_compile
+from glm_compile import inner
 from glm_compile.mtp import GlmMoeDsaMtp
 from glm_compile.report import reports
 from tests.compiling import Step, compile_model, small_config, small_model, tokens
@@ -168,3 +169,10 @@ def test_every_indexer_of_a_deep_model_is_counted():
     assert report.ok
     assert report.expected["indexer_topk"] == 6
     assert report.expected["mask"] == len(types) + 6
+
+
+def test_the_inner_compiler_is_the_one_that_would_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(inner, "why_no_inductor", lambda device_type: "no C++ compiler found")
+    report = glm_compile.explain(small_model(), cache_len=24, query_len=2)
+    assert report.inner == "eager"
+    assert "inner compiler: eager" in report.table()
