@@ -263,15 +263,34 @@ class PagedCache(Cache):
                     f"PagedCache.advance: expected one count for each of {self._batch_size} "
                     f"sequences, got shape {tuple(num_tokens.shape)}"
                 )
+            self._check_counts(num_tokens)
             self._is_ragged = self._batch_size > 1
             self._known_length = None
             self.lengths.add_(num_tokens.to(self.lengths.dtype))
         elif isinstance(num_tokens, torch.Tensor):
+            self._check_counts(num_tokens)
             self._known_length = None
             self.lengths.add_(num_tokens.to(self.lengths.dtype))
         else:
+            self._check_counts(num_tokens)
             self._count(num_tokens)
             advance(self.lengths, num_tokens)
+
+    def _check_counts(self, num_tokens: int | torch.Tensor) -> None:
+        """Raise for counts that leave the cache, as far as the host knows without reading it."""
+        if isinstance(num_tokens, torch.Tensor):
+            if num_tokens.dtype.is_floating_point or num_tokens.dtype == torch.bool:
+                raise ValueError(f"PagedCache.advance: expected integers, got {num_tokens.dtype}")
+            return
+        if isinstance(num_tokens, bool) or not hasattr(num_tokens, "__index__"):
+            raise ValueError(f"PagedCache.advance: expected an integer, got {num_tokens!r}")
+        if torch.compiler.is_compiling() or self._known_length is None:
+            return
+        if not 0 <= self._known_length + num_tokens <= self.max_cache_len:
+            raise ValueError(
+                f"PagedCache.advance: {num_tokens} tokens added to {self._known_length} are not "
+                f"within 0 and {self.max_cache_len} (max_cache_len)"
+            )
 
     def set_lengths(self, lengths: int | Sequence[int] | torch.Tensor) -> None:
         """Set the tokens held by each sequence (rollback): one number, or one per sequence.
@@ -289,7 +308,13 @@ class PagedCache(Cache):
             self._known_length = None
             self.lengths.copy_(lengths)
             return
-        values = torch.as_tensor(lengths, dtype=torch.int32).expand(self._batch_size)
+        values = _integers("PagedCache.set_lengths", lengths)
+        if values.dim() > 0 and values.shape != self.lengths.shape:
+            raise ValueError(
+                f"PagedCache.set_lengths: expected {self._batch_size} lengths, got "
+                f"shape {tuple(values.shape)}"
+            )
+        values = values.expand(self._batch_size)
         longest = int(values.max())
         if int(values.min()) < 0 or longest > self.max_cache_len:
             raise ValueError(
@@ -310,8 +335,8 @@ class PagedCache(Cache):
         if tokens_to_remove == 0:
             return
         if self._known_length is not None:
-            self._known_length = max(self._known_length + tokens_to_remove, 0)
-        self.lengths.add_(tokens_to_remove).clamp_(min=0)
+            self._known_length = max(self._known_length + int(tokens_to_remove), 0)
+        self.lengths.add_(int(tokens_to_remove)).clamp_(min=0)
 
     def reset(self) -> None:
         """Forget all tokens; memory and addresses stay, contents become zeros.
@@ -471,3 +496,11 @@ def _check_dtypes(dtype: torch.dtype, index_dtype: torch.dtype | None) -> None:
             f"PagedCache: index keys are in dtype ({dtype}) or torch.float8_e4m3fn, "
             f"got index_dtype={index_dtype}"
         )
+
+
+def _integers(where: str, values: Any) -> torch.Tensor:
+    """Values as an int64 tensor on the CPU; ValueError where they are not integers."""
+    tensor = torch.as_tensor(values)
+    if tensor.dtype.is_floating_point or tensor.dtype == torch.bool:
+        raise ValueError(f"{where}: expected integers, got {values!r}")
+    return tensor.to(torch.int64)

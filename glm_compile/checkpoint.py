@@ -22,11 +22,11 @@ from typing import Any
 
 import torch
 from safetensors import SafetensorError, safe_open
-from transformers import GlmMoeDsaConfig, GlmMoeDsaForCausalLM
+from transformers import GlmMoeDsaForCausalLM
 from transformers.utils import logging as transformers_logging
 
 from glm_compile.errors import CheckpointError, UnsupportedError
-from glm_compile.model_facts import SHARED, GlmDsaConfig
+from glm_compile.model_facts import SHARED, GlmDsaConfig, make_config
 from glm_compile.mtp import GlmMoeDsaMtp, checkpoint_shapes
 
 _log = logging.getLogger(__name__)
@@ -69,14 +69,15 @@ def load(
     path = Path(path)
     if dtype is not None and dtype not in _LOADABLE:
         raise UnsupportedError(
-            f"load: dtype must be float32, bfloat16 or float16, got {dtype}; None keeps the "
-            "checkpoint's"
+            "load: dtype must be torch.float32, torch.bfloat16 or torch.float16, got "
+            f"{dtype!r}; None keeps the checkpoint's"
         )
+    _check_device(device)
     raw, facts = _read_config(path)
     files = _Inventory.of(path, facts)
     _refuse_quantised(path, raw, files)
     with torch.device("meta"):
-        skeleton = GlmMoeDsaForCausalLM(GlmMoeDsaConfig.from_dict(dict(raw)))
+        skeleton = GlmMoeDsaForCausalLM(make_config(raw))
     faults = [*files.faults, *_model_faults(skeleton, facts, files)]
     if mtp:
         faults += _mtp_faults(skeleton, facts, files)
@@ -99,9 +100,7 @@ def load_structure(
     """
     raw, facts = _read_config(Path(path))
     with torch.device("meta"):
-        model = GlmMoeDsaForCausalLM._from_config(
-            GlmMoeDsaConfig.from_dict(dict(raw)), dtype=dtype or facts.dtype
-        )
+        model = GlmMoeDsaForCausalLM._from_config(make_config(raw), dtype=dtype or facts.dtype)
         model.eval().requires_grad_(False)
         return model, GlmMoeDsaMtp(model) if facts.num_mtp_layers else None
 
@@ -148,7 +147,15 @@ class _Inventory:
             for key in ("metadata", "weight_map"):
                 if not isinstance(index.get(key), dict):
                     inventory.faults.append(f"{_INDEX} has no {key!r} object")
-            weight_map = dict(index.get("weight_map") or {})
+            placed = index.get("weight_map")
+            placed = placed if isinstance(placed, dict) else {}
+            weight_map = {n: file for n, file in placed.items() if _is_file_name(file)}
+            inventory.faults += [
+                f"{_INDEX} places tensor {name} in {file!r}, which is no name of a file beside it"
+                for name, file in placed.items()
+                if name not in weight_map
+            ]
+            inventory.lost |= placed.keys() - weight_map.keys()
             listed = set(weight_map.values())
         elif _SINGLE in on_disk:
             listed = {_SINGLE}
@@ -341,6 +348,8 @@ def _refuse_quantised(path: Path, raw: Mapping[str, Any], files: _Inventory) -> 
     declared = raw.get("quantization_config") or {}
     if not declared and (path / "hf_quant_config.json").exists():
         declared = _read_json(path / "hf_quant_config.json").get("quantization") or {}
+    if not isinstance(declared, Mapping):
+        raise CheckpointError(f"{path}: its quantization config is no object: {declared!r}")
     names = [declared.get("quant_method"), declared.get("quant_algo")]
     method = " ".join(str(name) for name in names if name)
     evidence = next(
@@ -369,6 +378,10 @@ def _mtp_prefix(facts: GlmDsaConfig) -> str:
     return f"model.layers.{facts.num_hidden_layers}."
 
 
+def _is_file_name(value: Any) -> bool:
+    return isinstance(value, str) and value == Path(value).name != ""
+
+
 def _is_mtp(name: str, facts: GlmDsaConfig) -> bool:
     layer = _LAYER.match(name)
     return layer is not None and int(layer[1]) >= facts.num_hidden_layers
@@ -377,6 +390,17 @@ def _is_mtp(name: str, facts: GlmDsaConfig) -> bool:
 def _read_config(path: Path) -> tuple[dict[str, Any], GlmDsaConfig]:
     raw = _read_json(path / "config.json")
     return raw, GlmDsaConfig.from_transformers(raw)
+
+
+def _check_device(device: torch.device | str | int | None) -> None:
+    """Raise for a device that this machine lacks, before any file is read."""
+    if device is None:
+        return
+    try:
+        torch.empty(0, device=device)
+    except Exception as error:
+        reason = str(error).splitlines()[0]
+        raise UnsupportedError(f"load: device={device!r} cannot be used: {reason}") from error
 
 
 def _read_json(file: Path) -> dict[str, Any]:
@@ -388,7 +412,9 @@ def _read_json(file: Path) -> dict[str, Any]:
         content = json.loads(file.read_text(encoding="utf-8"))
     except FileNotFoundError:
         raise CheckpointError(f"{file.parent} has no {file.name}") from None
-    except ValueError as error:
+    except OSError as error:
+        raise CheckpointError(f"{file} cannot be read: {error.strerror}") from error
+    except (ValueError, RecursionError) as error:
         raise CheckpointError(f"{file} is not valid JSON: {error}") from error
     if not isinstance(content, dict):
         raise CheckpointError(f"{file} holds a JSON {type(content).__name__}, expected an object")

@@ -7,6 +7,8 @@ Exit codes: 0 done, 1 `explain` found something unmatched, 2 an error (one messa
 from __future__ import annotations
 
 import argparse
+import io
+import os
 import sys
 import time
 from collections.abc import Callable, Sequence
@@ -26,9 +28,16 @@ def main(argv: Sequence[str] | None = None) -> int:
     arguments = _parser().parse_args(argv)
     try:
         command: Callable[[argparse.Namespace], int] = arguments.run
-        return command(arguments)
+        code = command(arguments)
+        if sys.stdout is not None:
+            sys.stdout.flush()
+        return code
     except KeyboardInterrupt:
         return 130
+    except BrokenPipeError:
+        # Whoever read the output (`| head`) has enough; the interpreter's last flush must not fail.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 141
     except Exception as error:
         if arguments.debug:
             raise
@@ -86,7 +95,7 @@ def _add_generate(commands: Any, common: argparse.ArgumentParser) -> None:
     )
     command.add_argument("--top-p", type=float, metavar="P")
     command.add_argument("--top-k", type=int, metavar="K")
-    command.add_argument("--seed", type=int, default=0, help="seed of sampling (default: 0)")
+    command.add_argument("--seed", type=_seed, default=0, help="seed of sampling (default: 0)")
     command.add_argument("--no-mtp", action="store_true", help="decode without the MTP layer")
     command.add_argument("--stream", action="store_true", help="print tokens as they come")
     command.add_argument("--dtype", choices=_DTYPES, help="default: the checkpoint's")
@@ -128,6 +137,9 @@ def _generate(arguments: argparse.Namespace) -> int:
     read_facts(arguments.model)
     sampling = _sampling(arguments)
     tokenizer = AutoTokenizer.from_pretrained(arguments.model)
+    # What the terminal cannot show is written as an escape: the text must not be lost for it.
+    if isinstance(sys.stdout, io.TextIOWrapper):
+        sys.stdout.reconfigure(errors="backslashreplace")
     inputs = tokenizer(_read_prompt(arguments), return_tensors="pt")
     num_prompt_tokens = inputs["input_ids"].shape[1]
     if num_prompt_tokens == 0:
@@ -164,12 +176,29 @@ def _generate(arguments: argparse.Namespace) -> int:
     return 0
 
 
+def _seed(text: str) -> int:
+    seed = int(text)
+    if not -(2**63) <= seed < 2**64:
+        raise argparse.ArgumentTypeError(f"{seed} does not fit 64 bits")
+    return seed
+
+
 def _read_prompt(arguments: argparse.Namespace) -> str:
-    if arguments.prompt is not None:
-        return arguments.prompt
-    if arguments.prompt_file is not None:
-        return arguments.prompt_file.read_text(encoding="utf-8")
-    return sys.stdin.read()
+    try:
+        if arguments.prompt is not None:
+            text = arguments.prompt
+        elif arguments.prompt_file is not None:
+            text = arguments.prompt_file.read_text(encoding="utf-8")
+        elif sys.stdin is None:
+            raise ValueError("no prompt: give --prompt or --prompt-file, stdin is closed")
+        else:
+            text = sys.stdin.read()
+        # Arguments and stdin may carry undecodable bytes as lone surrogates.
+        text.encode("utf-8")
+    except UnicodeError as error:
+        name = arguments.prompt_file or ("--prompt" if arguments.prompt is not None else "stdin")
+        raise ValueError(f"the prompt ({name}) is not UTF-8: {error}") from error
+    return text
 
 
 def _sampling(arguments: argparse.Namespace) -> dict[str, Any]:

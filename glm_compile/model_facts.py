@@ -90,13 +90,15 @@ class GlmDsaConfig:
             )
         _check_indexer_types(raw)
         if is_file:
-            config = GlmMoeDsaConfig.from_dict(dict(raw))
+            config = make_config(raw)
         assert not isinstance(config, Mapping)
         _check_head_dims(config, raw)
         num_layers = config.num_hidden_layers
         dtype = getattr(config, "dtype", None)
         if isinstance(dtype, str):
-            dtype = getattr(torch, dtype.removeprefix("torch."))
+            dtype = getattr(torch, name := dtype.removeprefix("torch."), None)
+            if not isinstance(dtype, torch.dtype):
+                raise ConfigError(f"dtype {name!r} is none that torch knows")
         return cls(
             vocab_size=config.vocab_size,
             hidden_size=config.hidden_size,
@@ -171,6 +173,21 @@ def _num_mtp_layers(raw: Mapping[str, Any]) -> int:
     if not isinstance(count, int) or count < 0:
         raise ConfigError(f"num_nextn_predict_layers must be a count of layers, found {count!r}")
     return count
+
+
+def make_config(raw: Mapping[str, Any]) -> GlmMoeDsaConfig:
+    """transformers' config of a config.json's contents.
+
+    Raises:
+        ConfigError: what transformers has against a value, or a value of another kind.
+    """
+    declared = raw.get("quantization_config")
+    if declared is not None and not isinstance(declared, Mapping):
+        raise ConfigError(f"quantization_config is no object: {declared!r}")
+    try:
+        return GlmMoeDsaConfig.from_dict(dict(raw))
+    except Exception as error:
+        raise ConfigError(f"transformers refuses the config: {error}") from error
 
 
 def _check_indexer_types(raw: Mapping[str, Any]) -> None:

@@ -475,3 +475,28 @@ def test_steps_of_different_lengths_never_wait_for_the_device(index_dtype):
     finally:
         torch.cuda.set_sync_debug_mode("default")
     assert cache.lengths.tolist() == [2, 3]
+
+
+@pytest.mark.parametrize("lengths", [5.7, [5.5, 6], True, [1, 2, 3], [5], [[5, 6]], [2**33, 1]])
+def test_lengths_of_the_wrong_kind_are_refused(lengths):
+    cache = PagedCache(tiny_config(), 2, 64)
+    with pytest.raises(ValueError, match=r"PagedCache\.set_lengths"):
+        cache.set_lengths(lengths)
+    with pytest.raises(ValueError, match=r"PagedCache\.set_lengths"):
+        cache.set_lengths(torch.tensor(lengths))
+    assert cache.lengths.tolist() == [0, 0]
+
+
+@pytest.mark.parametrize(
+    "count", [-21, 45, torch.tensor([1.5, 2.0]), torch.tensor(1.0), 1.5, True, "1", None]
+)
+def test_counts_that_leave_the_cache_are_refused(count):
+    cache = PagedCache(tiny_config(), 2, 64)
+    cache.set_lengths(20)
+    with pytest.raises(ValueError, match=r"PagedCache\.advance"):
+        cache.advance(count)
+    assert cache.lengths.tolist() == [20, 20]
+    cache.advance(44)
+    cache.crop(torch.tensor(-2))
+    assert cache.lengths.tolist() == [62, 62]
+    assert cache._known_length == 62 and isinstance(cache._known_length, int)

@@ -271,3 +271,57 @@ class TestFaults:
             load(path)
         with pytest.raises(UnsupportedError, match=r"got torch\.float8_e4m3fn"):
             load(path, dtype=torch.float8_e4m3fn)
+
+
+@pytest.mark.parametrize("place", [3, None, ["a"], "", ".", "../model.safetensors", "/dev/null"])
+def test_an_index_that_places_a_tensor_nowhere(saved, tmp_path, place):
+    path = write_checkpoint(tmp_path, *saved)
+    index = json.loads((path / INDEX).read_text())
+    index["weight_map"]["lm_head.weight"] = place
+    (path / INDEX).write_text(json.dumps(index))
+    assert any("places tensor lm_head.weight in" in fault for fault in faults(path))
+
+
+@pytest.mark.parametrize("name", ["config.json", INDEX])
+def test_files_that_are_no_text(saved, tmp_path, name):
+    path = write_checkpoint(tmp_path, *saved)
+    (path / name).write_text("[" * 100_000)
+    with pytest.raises(CheckpointError, match="is not valid JSON"):
+        load(path)
+    (path / name).unlink()
+    (path / name).mkdir()
+    with pytest.raises(CheckpointError, match="cannot be read"):
+        load(path)
+
+
+@pytest.mark.parametrize(
+    "edits",
+    [
+        {"num_hidden_layers": 3, "indexer_types": ["full"] * 3},
+        {"mlp_layer_types": ["x"] * 4},
+        {"rms_norm_eps": "x"},
+        {"kv_lora_rank": None},
+        {"eos_token_id": "x"},
+        {"dtype": "nonsense"},
+    ],
+    ids=lambda edits: next(iter(edits)),
+)
+def test_what_transformers_says_against_a_config_is_a_config_error(saved, tmp_path, edits):
+    path = write_checkpoint(tmp_path, *saved, edit_config=lambda config: config.update(edits))
+    with pytest.raises(ConfigError):
+        load(path)
+
+
+@pytest.mark.parametrize("declared", ["fp8", [1]])
+def test_a_quantization_config_that_is_no_object(saved, tmp_path, declared):
+    path = write_checkpoint(
+        tmp_path, *saved, edit_config=lambda config: config.update(quantization_config=declared)
+    )
+    with pytest.raises(ConfigError, match="quantization_config is no object"):
+        load(path)
+
+
+@pytest.mark.parametrize("device", ["nonsense", "", "cuda:99", {"": "cpu"}])
+def test_a_device_that_is_not_there_is_named_before_files_are_read(tmp_path, device):
+    with pytest.raises(UnsupportedError, match="device="):
+        load(tmp_path / "nowhere", device=device)

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import io
+import os
 import subprocess
 import sys
 
@@ -174,3 +175,51 @@ def test_choices_are_those_of_the_functions():
     assert cli._INDEXER_DTYPES == options.INDEXER_DTYPES
     assert [None if c == "none" else c for c in cli._CACHES] == list(explanation.CACHES)
     assert [getattr(torch, name) for name in cli._DTYPES] == list(checkpoint._LOADABLE)
+
+
+def program(*arguments, **kwargs):
+    command = [sys.executable, "-m", "glm_compile", "generate", "--device", "cpu", *arguments]
+    return subprocess.run(
+        [str(part) for part in command], capture_output=True, timeout=120, check=False, **kwargs
+    )
+
+
+def test_a_prompt_that_is_not_utf8_is_one_message(checkpoint, capsys, tmp_path):
+    (tmp_path / "prompt.txt").write_bytes(b"ab\xff")
+    code, _, err = run(capsys, "generate", checkpoint, "--prompt-file", tmp_path / "prompt.txt")
+    assert code == 2 and "prompt.txt) is not UTF-8" in err
+    code, _, err = run(capsys, "generate", checkpoint, "--prompt", "ab\udcff")
+    assert code == 2 and "(--prompt) is not UTF-8" in err
+
+
+def test_a_closed_stdin_is_one_message(checkpoint, capsys, monkeypatch):
+    monkeypatch.setattr(sys, "stdin", None)
+    code, _, err = run(capsys, "generate", checkpoint)
+    assert code == 2 and "stdin is closed" in err
+
+
+def test_a_seed_that_does_not_fit_is_wrong_usage(checkpoint, capsys):
+    with pytest.raises(SystemExit):
+        main(["generate", str(checkpoint), "--prompt", "a", "--seed", str(2**64)])
+    assert "does not fit 64 bits" in capsys.readouterr().err
+
+
+def test_a_reader_that_has_enough_is_no_error(checkpoint):
+    read, write = os.pipe()
+    os.close(read)
+    command = [sys.executable, "-m", "glm_compile", "generate", str(checkpoint), "--device", "cpu"]
+    done = subprocess.run(
+        [*command, "--prompt", "a", "--max-new-tokens", "4"],
+        stdout=write, stderr=subprocess.PIPE, text=True, timeout=120, check=False,
+    )  # fmt: skip
+    os.close(write)
+    assert done.returncode == 141
+    assert "rror" not in done.stderr
+
+
+def test_text_that_the_terminal_cannot_show_is_escaped(checkpoint):
+    environment = os.environ | {"PYTHONIOENCODING": "ascii"}
+    arguments = (checkpoint, "--prompt", "hello", "--max-new-tokens", 40, "--temperature", 0)
+    done = program(*arguments, env=environment)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.isascii() and done.stdout.strip()
