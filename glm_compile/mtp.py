@@ -77,6 +77,7 @@ class GlmMoeDsaMtp(nn.Module):
             )
         self.is_index_shared = facts.is_mtp_index_shared
         self.layer_idx = facts.num_hidden_layers
+        self.vocab_size: int = model.config.vocab_size
         self._cache_argument = cache_argument()
         # Not a submodule: its parameters are the model's, to be moved and saved there.
         self.__dict__["_model"] = model

@@ -115,6 +115,8 @@ def check_mtp_fits(model: Any, mtp: Any) -> None:
         "hidden size": (ours.shape[1], theirs.shape[0]),
         "dtype": (ours.dtype, theirs.dtype),
         "device": (ours.device, theirs.device),
+        "number of layers": (model.config.num_hidden_layers, mtp.layer_idx),
+        "vocabulary size": (ours.shape[0], mtp.vocab_size),
     }
     for name, (expected, found) in pairs.items():
         if expected != found:

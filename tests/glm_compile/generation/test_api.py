@@ -580,6 +580,22 @@ def test_an_mtp_layer_of_another_dtype_is_named(model: Any) -> None:
         glm_compile.generate(model, torch.ones(1, 3, dtype=torch.long), mtp=other)
 
 
+@pytest.mark.parametrize(
+    ("fields", "name"),
+    [
+        ({"vocab_size": 300, "eos_token_id": [299], "pad_token_id": 299}, "vocabulary size"),
+        ({"num_hidden_layers": 3, "indexer_types": ["full"] * 3}, "number of layers"),
+        ({"hidden_size": 64}, "hidden size"),
+    ],
+)
+def test_an_mtp_layer_of_another_model_is_named(
+    model: Any, fields: dict[str, Any], name: str
+) -> None:
+    other = random_mtp(tiny_model(tiny_config(**fields)))
+    with pytest.raises(ValueError, match=name):
+        glm_compile.generate(model, torch.ones(1, 3, dtype=torch.long), mtp=other)
+
+
 def test_a_capacity_is_taken_without_a_warning(model: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     said: list[str] = []
     logger = configuration_utils.logger
