@@ -13,7 +13,7 @@ import glm_compile
 from glm_compile import inner, pipeline
 from glm_compile.errors import MatchError, UnsupportedError
 from glm_compile.ops.merged_linear import adjacent_block
-from glm_compile.report import last_report, reports
+from glm_compile.report import CompileReport, last_report, listening
 from tests.compiling import (
     Step,
     assert_logits_close,
@@ -315,14 +315,13 @@ def test_fragments_of_a_broken_graph_are_recognised(caplog):
     model = small_model()
     model.model.layers[0].register_forward_pre_hook(graph_break)
     step = Step(model, "static", 6)
-    before = len(reports())
+    fragments: list[CompileReport] = []
     pipeline._WARNED.clear()
-    with caplog.at_level(logging.WARNING, logger="glm_compile"):
+    with caplog.at_level(logging.WARNING, logger="glm_compile"), listening(fragments.append):
         actual, _ = step.run(compile_model(model, fullgraph=False))
     assert_logits_close(actual, step.run(model)[0])
     assert "this graph holds no decoder layer, only" in caplog.text
     assert "fullgraph=True" in caplog.text
-    fragments = reports()[before:]
     assert all(report.ok for report in fragments)
     assert {report.title for report in fragments} == {"model", "part of the model"}
     assert sum(report.matches.get("indexer_topk", 0) for report in fragments) == 2
@@ -356,14 +355,14 @@ def test_without_a_compiler_the_default_runs_the_passes_only_and_says_so(monkeyp
     assert inner.choose_inner("eager", is_explicit=True, device_type="cpu") == "eager"
 
 
-def test_a_missing_compiler_is_noticed(monkeypatch):
+def test_a_missing_compiler_is_noticed():
     from torch._inductor import config
 
     inner.why_no_inductor.cache_clear()
-    monkeypatch.setattr(config.cpp, "cxx", ("no-such-compiler",))
     try:
-        assert "no C++ compiler" in inner.why_no_inductor("cpu")
-        assert inner.why_no_inductor("cuda") is None
+        with config.patch({"cpp.cxx": ("no-such-compiler",)}):
+            assert "no C++ compiler" in inner.why_no_inductor("cpu")
+            assert inner.why_no_inductor("cuda") is None
     finally:
         inner.why_no_inductor.cache_clear()
 
