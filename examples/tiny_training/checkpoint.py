@@ -250,11 +250,3 @@ def load_checkpoint(
         raise ValueError(f"{folder}: tensors that the model does not have: {sorted(tensors)}")
     model.load_state_dict(state)
     return model.to(device).eval()
-
-
-def round_to_bfloat16(model: TinyGlm) -> TinyGlm:
-    """Round all parameters in place to what the checkpoint stores."""
-    with torch.no_grad():
-        for parameter in model.parameters():
-            parameter.copy_(parameter.to(torch.bfloat16).to(parameter.dtype))
-    return model
