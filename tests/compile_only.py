@@ -1,4 +1,4 @@
-"""Compile Triton kernels for a GPU that this machine does not have, and read what they use.
+"""Compile kernels for a GPU that this machine does not have, and read what they use.
 
 The specialization is the one that the launcher would give: pointers by their real alignment,
 integers by divisibility by 16, the value 1 as a constant, None as a constant. A kernel compiled
@@ -7,9 +7,11 @@ without it is another kernel: a GEMM with plain integers takes 255 registers and
 
 from __future__ import annotations
 
+import re
 import struct
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -45,7 +47,7 @@ class CompiledKernel:
         shared_bytes: shared memory per block, as the launcher would ask for it.
         ptx: the assembly, for counting instructions.
         cubin: the machine code.
-        ttgir: Triton's GPU dialect, for asserting on layouts and integer widths.
+        ttgir: Triton's GPU dialect, for asserting on layouts and integer widths; None from CuTe.
     """
 
     registers: int
@@ -53,7 +55,7 @@ class CompiledKernel:
     shared_bytes: int
     ptx: str
     cubin: bytes
-    ttgir: str
+    ttgir: str | None = None
 
 
 def compile_triton(
@@ -112,6 +114,26 @@ def compile_triton(
         cubin=compiled.asm["cubin"],
         ttgir=compiled.asm["ttgir"],
     )
+
+
+def compile_cute(compile_for: Callable[[str], Any], arch: str, folder: Path) -> CompiledKernel:
+    """Compile a CuTe kernel for `arch` through the function that its host code uses.
+
+    Args:
+        compile_for: takes further compile options, returns what `compile_kernel` returns.
+        arch: `sm_90a` or `sm_100a`; `compile_for` compiles for it.
+        folder: where the compiler leaves its files; it must exist.
+    """
+    compiled = compile_for(f"--keep-ptx --keep-cubin --dump-dir={folder}")
+    registers, stack_bytes = read_resources(compiled.__cubin__)
+    ptx = compiled.__ptx__
+    assert f".target {arch}" in ptx, f"not compiled for {arch}"
+    return CompiledKernel(registers, stack_bytes, _shared_bytes(ptx), ptx, compiled.__cubin__)
+
+
+def _shared_bytes(ptx: str) -> int:
+    """Static shared memory that the PTX declares; what a launch asks for comes on top."""
+    return sum(int(n) for n in re.findall(r"\.shared [^;]*\.b8 [\w$]+\[(\d+)\]", ptx))
 
 
 def _specialize(value: Any, parameter: Any) -> tuple[str, bool, bool]:

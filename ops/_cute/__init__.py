@@ -1,0 +1,60 @@
+"""What kernels written in CuTe DSL share on the host: whether they can run, and compiling them.
+
+Importing this needs no CuTe DSL; `compile_kernel` does. Device functions that several kernels share
+are in `device.py`.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+
+from glm_compile.ops._dispatch import is_installed
+
+__all__ = ["arch_of", "compile_kernel", "why_no_cute"]
+
+_ARCHS = {(9, 0): "sm_90a", (10, 0): "sm_100a", (10, 3): "sm_103a"}
+
+
+def why_no_cute(tensor: torch.Tensor, archs: Sequence[str] = ("sm_90a",)) -> str | None:
+    """Reason why a kernel written for `archs` cannot take this tensor, or None."""
+    for module in ("cutlass", "tvm_ffi"):
+        if not is_installed(module):
+            return f"CuTe DSL is not complete: no module {module!r} (pip install glm-compile[cute])"
+    if not tensor.is_cuda:
+        return f"CuTe kernels need CUDA tensors, got {tensor.device}"
+    if (arch := arch_of(tensor.device)) not in archs:
+        return f"written for {', '.join(archs)}, and {tensor.device} is {arch}"
+    return None
+
+
+@functools.cache
+def arch_of(device: torch.device) -> str:
+    """The architecture of a CUDA device as CuTe DSL spells it, such as `sm_90a`."""
+    capability = torch.cuda.get_device_capability(device)
+    return _ARCHS.get(capability, "sm_{}{}".format(*capability))
+
+
+def compile_kernel(launcher: Any, *args: Any, arch: str, options: str = "") -> Callable[..., None]:
+    """Compile a `cute.jit` launcher for `arch`; the result takes torch tensors and Python numbers.
+
+    The last parameter of the launcher is the stream: it is added here and left out in calls, which
+    launch on torch's current stream. Compiling takes about 0.1 s to 1 s, so callers cache by what
+    they specialised.
+
+    Args:
+        launcher: a `cute.jit` function.
+        *args: fake tensors (`cutlass.cute.runtime`), CuTe numbers and constants of the launcher.
+        arch: `sm_90a` or `sm_100a`.
+        options: further compile options, as `cute.compile` spells them.
+    """
+    import cutlass.cute as cute
+    from cutlass.cute.runtime import make_fake_stream
+
+    stream = make_fake_stream(use_tvm_ffi_env_stream=True)
+    return cute.compile(
+        launcher, *args, stream, options=f"--gpu-arch={arch} --enable-tvm-ffi {options}"
+    )
