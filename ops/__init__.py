@@ -21,6 +21,7 @@ from glm_compile.ops import (
     indexer_scores,
     merged_linear,
     paged_cache,
+    rms_norm_linear,
     topk,
 )
 
@@ -33,5 +34,6 @@ __all__ = [
     "indexer_scores",
     "merged_linear",
     "paged_cache",
+    "rms_norm_linear",
     "topk",
 ]

@@ -1,0 +1,69 @@
+"""rms_norm_linear against the model's own norm and an fp64 product.
+
+Shape legend: M rows, K in features, N out features.
+"""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from transformers.models.glm_moe_dsa.modeling_glm_moe_dsa import GlmMoeDsaRMSNorm
+
+from glm_compile.ops.rms_norm_linear import rms_norm_linear
+
+EPS = 1e-5
+
+
+def normed_by_the_model(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+    norm = GlmMoeDsaRMSNorm(x.shape[-1], eps=EPS).to(x.dtype)
+    norm.weight.copy_(weight)
+    return norm(x)
+
+
+def make_inputs(rows: tuple[int, ...], num_in: int, *num_out: int):
+    # The norm's input is a slice of a wider merged product.
+    x = torch.randn(*rows, num_in + 8).bfloat16()[..., 3 : num_in + 3] * 3
+    weights = [torch.randn(n, num_in).bfloat16() / num_in**0.5 for n in num_out]
+    return x, (torch.rand(num_in) + 0.5).bfloat16(), weights
+
+
+@pytest.mark.parametrize("rows", [(1,), (6,), (2, 3), (0,), (1, 37)])
+@pytest.mark.parametrize("num_out", [(24,), (24, 8)])
+@pytest.mark.parametrize("num_in", [96, 100])
+def test_equals_the_models_norm_and_an_exact_product(rows, num_out, num_in):
+    x, norm_weight, weights = make_inputs(rows, num_in, *num_out)
+    bias = torch.randn(sum(num_out)).bfloat16() if len(num_out) == 1 else None
+    result = rms_norm_linear(x, norm_weight, weights, bias, eps=EPS)
+    expected = normed_by_the_model(x, norm_weight).double() @ torch.cat(weights).double().T
+    expected = expected if bias is None else expected + bias
+    assert result.dtype == torch.bfloat16 and result.is_contiguous()
+    torch.testing.assert_close(result.double(), expected, rtol=2**-7, atol=2**-7)
+
+
+def test_one_weight_may_come_without_a_list():
+    x, norm_weight, weights = make_inputs((5,), 64, 16)
+    alone = rms_norm_linear(x, norm_weight, weights[0], eps=EPS)
+    assert torch.equal(alone, rms_norm_linear(x, norm_weight, weights, eps=EPS))
+
+
+def test_op_is_registered_as_torch_wants_it():
+    x, norm_weight, weights = make_inputs((2, 3), 64, 16, 8)
+    torch.library.opcheck(
+        torch.ops.glm.rms_norm_linear.default, (x, norm_weight, weights, None, EPS, False, "")
+    )
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (lambda x, n, w: (x.float(), n, w), "bfloat16 expected"),
+        (lambda x, n, w: (x, n[1:], w), "norm weight [K] expected"),
+        (lambda x, n, w: (x, n, [w[0][:, 1:]]), "weights must be [N, 64]"),
+        (lambda x, n, w: (x, n, []), "at least one weight"),
+    ],
+)
+def test_calls_that_cannot_be_are_refused(change, message):
+    x, norm_weight, weights = make_inputs((2,), 64, 16)
+    with pytest.raises(ValueError) as error:
+        rms_norm_linear(*change(x, norm_weight, weights), eps=EPS)
+    assert message in str(error.value)
