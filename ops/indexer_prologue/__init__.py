@@ -1,13 +1,15 @@
 """Everything between the indexer's projections and its scores, in one launch.
 
-LayerNorm of the key, RoPE of query and key, the head weights' fp32 scaling; in the FP8 tier also
-the quantisation of both and the store of the key into its page.
+LayerNorm of the key, RoPE of query and key, the head weights' fp32 scaling, the store of the key
+into a cache; in the FP8 tier also the quantisation of both.
 
-Shape legend: B batch, S tokens of the step, H index heads, D index head dim, P rope dim.
+Shape legend: B batch, S tokens of the step, T cached tokens, H index heads, D index head dim, P
+rope dim.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -17,11 +19,18 @@ from glm_compile.ops._bounds import INDEX_DTYPES
 from glm_compile.ops._library import register_op
 from glm_compile.ops.indexer_prologue.reference import (
     indexer_prologue_fp8_reference,
+    indexer_prologue_paged_reference,
     indexer_prologue_reference,
+    indexer_prologue_rows_reference,
 )
-from glm_compile.ops.paged_cache import check_key_pages
+from glm_compile.ops.paged_cache import PAGE_SIZE, check_key_pages
 
-__all__ = ["indexer_prologue", "indexer_prologue_fp8"]
+__all__ = [
+    "indexer_prologue",
+    "indexer_prologue_fp8",
+    "indexer_prologue_paged",
+    "indexer_prologue_rows",
+]
 
 
 def indexer_prologue(
@@ -74,6 +83,113 @@ def indexer_prologue(
     )
 
 
+def indexer_prologue_rows(
+    q_BSHD: torch.Tensor,
+    k_BSD: torch.Tensor,
+    gates_BSH: torch.Tensor,
+    norm_weight_D: torch.Tensor,
+    norm_bias_D: torch.Tensor,
+    norm_eps: float,
+    cos_BSP: torch.Tensor,
+    sin_BSP: torch.Tensor,
+    *,
+    interleaved: bool = True,
+    gate_scale: float,
+    keys_BTD: torch.Tensor,
+    positions_S: torch.Tensor,
+    backend: str | None = None,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """`indexer_prologue`, with the keys stored in a contiguous cache.
+
+    Args:
+        keys_BTD: in k's dtype, written in place at `[:, positions_S]`.
+        positions_S: int32 or int64; a token whose position is negative or beyond T is not stored.
+        (others): see `indexer_prologue`.
+
+    Returns:
+        (q [B, S, H, D] in its dtype, weights fp32 [B, S, H]), both contiguous.
+    """
+    op = "indexer_prologue_rows"
+    _check(op, q_BSHD, k_BSD, gates_BSH, norm_weight_D, norm_bias_D, cos_BSP, sin_BSP)
+    batch_size, num_steps, head_dim = k_BSD.shape
+    if keys_BTD.dim() != 3 or keys_BTD.shape[::2] != (batch_size, head_dim):
+        raise ValueError(
+            f"{op}: keys [{batch_size}, T, {head_dim}] expected, got {tuple(keys_BTD.shape)}"
+        )
+    _check_index(op, "positions", positions_S, (num_steps,))
+    _check_key_dtype(op, keys_BTD, k_BSD)
+    return _indexer_prologue_rows_op(
+        q_BSHD,
+        k_BSD,
+        gates_BSH,
+        norm_weight_D,
+        norm_bias_D,
+        norm_eps,
+        cos_BSP,
+        sin_BSP,
+        interleaved,
+        gate_scale,
+        keys_BTD,
+        positions_S,
+        backend or "",
+    )
+
+
+def indexer_prologue_paged(
+    q_BSHD: torch.Tensor,
+    k_BSD: torch.Tensor,
+    gates_BSH: torch.Tensor,
+    norm_weight_D: torch.Tensor,
+    norm_bias_D: torch.Tensor,
+    norm_eps: float,
+    cos_BSP: torch.Tensor,
+    sin_BSP: torch.Tensor,
+    *,
+    interleaved: bool = True,
+    gate_scale: float,
+    key_pages: torch.Tensor,
+    block_table: torch.Tensor,
+    lengths_B: torch.Tensor,
+    backend: str | None = None,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """`indexer_prologue`, with the keys stored in pages as `paged_write` stores them.
+
+    Args:
+        key_pages: [pages, 64, D] in k's dtype, written in place at the positions `lengths_B[b] +
+            s`.
+        block_table, lengths_B: see `indexer_prologue_fp8`.
+        (others): see `indexer_prologue`.
+
+    Returns:
+        (q [B, S, H, D] in its dtype, weights fp32 [B, S, H]), both contiguous.
+    """
+    op = "indexer_prologue_paged"
+    _check(op, q_BSHD, k_BSD, gates_BSH, norm_weight_D, norm_bias_D, cos_BSP, sin_BSP)
+    if key_pages.dim() != 3 or key_pages.shape[1:] != (PAGE_SIZE, k_BSD.shape[2]):
+        raise ValueError(
+            f"{op}: pages [pages, {PAGE_SIZE}, {k_BSD.shape[2]}] expected, got "
+            f"{tuple(key_pages.shape)}"
+        )
+    _check_key_dtype(op, key_pages, k_BSD)
+    _check_table(op, block_table, lengths_B, k_BSD.shape[0])
+    return _indexer_prologue_paged_op(
+        q_BSHD,
+        k_BSD,
+        gates_BSH,
+        norm_weight_D,
+        norm_bias_D,
+        norm_eps,
+        cos_BSP,
+        sin_BSP,
+        interleaved,
+        gate_scale,
+        key_pages,
+        block_table,
+        lengths_B,
+        backend or "",
+    )
+
+
 def indexer_prologue_fp8(
     q_BSHD: torch.Tensor,
     k_BSD: torch.Tensor,
@@ -112,15 +228,7 @@ def indexer_prologue_fp8(
     op = "indexer_prologue_fp8"
     _check(op, q_BSHD, k_BSD, gates_BSH, norm_weight_D, norm_bias_D, cos_BSP, sin_BSP)
     check_key_pages(op, key_pages, k_BSD.shape[2])
-    batch_size = k_BSD.shape[0]
-    if block_table.dim() != 2 or (block_table.shape[0], *lengths_B.shape) != (batch_size,) * 2:
-        raise ValueError(
-            f"{op}: block table [{batch_size}, P] and lengths [{batch_size}] expected, got "
-            f"{tuple(block_table.shape)} and {tuple(lengths_B.shape)}"
-        )
-    for name, tensor in (("block_table", block_table), ("lengths", lengths_B)):
-        if tensor.dtype not in INDEX_DTYPES:
-            raise ValueError(f"{op}: {name} must be int32 or int64, got {tensor.dtype}")
+    _check_table(op, block_table, lengths_B, k_BSD.shape[0])
     return _indexer_prologue_fp8_op(
         q_BSHD,
         k_BSD,
@@ -173,6 +281,30 @@ def _check(
         raise ValueError(f"{op}: cos has batch {cos.shape[0]}, expected {q.shape[0]} or 1")
 
 
+def _check_table(
+    op: str, block_table: torch.Tensor, lengths: torch.Tensor, batch_size: int
+) -> None:
+    if block_table.dim() != 2 or (block_table.shape[0], *lengths.shape) != (batch_size,) * 2:
+        raise ValueError(
+            f"{op}: block table [{batch_size}, P] and lengths [{batch_size}] expected, got "
+            f"{tuple(block_table.shape)} and {tuple(lengths.shape)}"
+        )
+    for name, tensor in (("block_table", block_table), ("lengths", lengths)):
+        _check_index(op, name, tensor, tensor.shape)
+
+
+def _check_index(op: str, name: str, tensor: torch.Tensor, shape: Sequence[int]) -> None:
+    if tensor.shape != torch.Size(shape):
+        raise ValueError(f"{op}: {name} must be {list(shape)}, got {tuple(tensor.shape)}")
+    if tensor.dtype not in INDEX_DTYPES:
+        raise ValueError(f"{op}: {name} must be int32 or int64, got {tensor.dtype}")
+
+
+def _check_key_dtype(op: str, keys: torch.Tensor, k: torch.Tensor) -> None:
+    if keys.dtype != k.dtype:
+        raise ValueError(f"{op}: keys are stored in {k.dtype}, got a cache of {keys.dtype}")
+
+
 _TRITON_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 # A program holds a whole head.
 _MAX_TRITON_HEAD_DIM = 1024
@@ -204,45 +336,46 @@ def _why_not_triton_fp8(q_BSHD: torch.Tensor, *rest: Any) -> str | None:
     return _dispatch.why_no_fp8(q_BSHD) or _why_not_triton(q_BSHD, *rest)
 
 
-def _run_triton(*args: Any) -> tuple[torch.Tensor, ...]:
-    from glm_compile.ops.indexer_prologue.triton_kernel import indexer_prologue_triton
+def _triton(name: str) -> Callable[..., Any]:
+    def run(*args: Any) -> Any:
+        from glm_compile.ops.indexer_prologue import triton_kernel
 
-    return indexer_prologue_triton(*args)
+        return getattr(triton_kernel, name)(*args)
 
-
-def _run_triton_fp8(*args: Any) -> tuple[torch.Tensor, ...]:
-    from glm_compile.ops.indexer_prologue.triton_kernel import indexer_prologue_fp8_triton
-
-    return indexer_prologue_fp8_triton(*args)
+    return run
 
 
-_BACKENDS = (
-    _dispatch.Backend("triton", _why_not_triton, _run_triton),
-    _dispatch.Backend("reference", _dispatch.always, indexer_prologue_reference),
-)
-_BACKENDS_FP8 = (
-    _dispatch.Backend("triton", _why_not_triton_fp8, _run_triton_fp8),
-    _dispatch.Backend("reference", _dispatch.always, indexer_prologue_fp8_reference),
-)
+def _backends(
+    name: str,
+    reference: Callable[..., Any],
+    why_not_triton: Callable[..., str | None] = _why_not_triton,
+) -> tuple[_dispatch.Backend, ...]:
+    return (
+        _dispatch.Backend("triton", why_not_triton, _triton(f"{name}_triton")),
+        _dispatch.Backend("reference", _dispatch.always, reference),
+    )
 
 
-def _indexer_prologue(*args: Any) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    *call, backend = args
-    return _dispatch.run("indexer_prologue", _BACKENDS, backend, *call)
+_BACKENDS = {
+    "indexer_prologue": _backends("indexer_prologue", indexer_prologue_reference),
+    "indexer_prologue_rows": _backends("indexer_prologue_rows", indexer_prologue_rows_reference),
+    "indexer_prologue_paged": _backends("indexer_prologue_paged", indexer_prologue_paged_reference),
+    "indexer_prologue_fp8": _backends(
+        "indexer_prologue_fp8", indexer_prologue_fp8_reference, _why_not_triton_fp8
+    ),
+}
+
+
+def _implementation(name: str) -> Callable[..., Any]:
+    def run(*args: Any) -> Any:
+        *call, backend = args
+        return _dispatch.run(name, _BACKENDS[name], backend, *call)
+
+    return run
 
 
 def _indexer_prologue_fake(
-    q_BSHD: torch.Tensor,
-    k_BSD: torch.Tensor,
-    gates_BSH: torch.Tensor,
-    norm_weight_D: torch.Tensor,
-    norm_bias_D: torch.Tensor,
-    norm_eps: float,
-    cos_BSP: torch.Tensor,
-    sin_BSP: torch.Tensor,
-    interleaved: bool,
-    gate_scale: float,
-    backend: str,
+    q_BSHD: torch.Tensor, k_BSD: torch.Tensor, gates_BSH: torch.Tensor, *_rest: Any
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     return (
         q_BSHD.new_empty(q_BSHD.shape),
@@ -251,26 +384,17 @@ def _indexer_prologue_fake(
     )
 
 
-def _indexer_prologue_fp8(*args: Any) -> tuple[torch.Tensor, torch.Tensor]:
-    *call, backend = args
-    return _dispatch.run("indexer_prologue_fp8", _BACKENDS_FP8, backend, *call)
+def _stored_fake(
+    q_BSHD: torch.Tensor, k_BSD: torch.Tensor, gates_BSH: torch.Tensor, *_rest: Any
+) -> tuple[torch.Tensor, torch.Tensor]:
+    return (
+        q_BSHD.new_empty(q_BSHD.shape),
+        gates_BSH.new_empty(gates_BSH.shape, dtype=torch.float32),
+    )
 
 
 def _indexer_prologue_fp8_fake(
-    q_BSHD: torch.Tensor,
-    k_BSD: torch.Tensor,
-    gates_BSH: torch.Tensor,
-    norm_weight_D: torch.Tensor,
-    norm_bias_D: torch.Tensor,
-    norm_eps: float,
-    cos_BSP: torch.Tensor,
-    sin_BSP: torch.Tensor,
-    interleaved: bool,
-    gate_scale: float,
-    key_pages: torch.Tensor,
-    block_table: torch.Tensor,
-    lengths_B: torch.Tensor,
-    backend: str,
+    q_BSHD: torch.Tensor, k_BSD: torch.Tensor, gates_BSH: torch.Tensor, *_rest: Any
 ) -> tuple[torch.Tensor, torch.Tensor]:
     return (
         q_BSHD.new_empty(q_BSHD.shape, dtype=torch.float8_e4m3fn),
@@ -278,18 +402,30 @@ def _indexer_prologue_fp8_fake(
     )
 
 
+_SHARED_SCHEMA = (
+    "Tensor q_BSHD, Tensor k_BSD, Tensor gates_BSH, Tensor norm_weight_D, Tensor norm_bias_D, "
+    "float norm_eps, Tensor cos_BSP, Tensor sin_BSP, bool interleaved, float gate_scale"
+)
+_PAGES_SCHEMA = "Tensor(a!) key_pages, Tensor block_table, Tensor lengths_B"
+
 _indexer_prologue_op = register_op(
-    "indexer_prologue(Tensor q_BSHD, Tensor k_BSD, Tensor gates_BSH, Tensor norm_weight_D, "
-    "Tensor norm_bias_D, float norm_eps, Tensor cos_BSP, Tensor sin_BSP, bool interleaved, "
-    "float gate_scale, str backend) -> (Tensor, Tensor, Tensor)",
-    _indexer_prologue,
+    f"indexer_prologue({_SHARED_SCHEMA}, str backend) -> (Tensor, Tensor, Tensor)",
+    _implementation("indexer_prologue"),
     _indexer_prologue_fake,
 )
+_indexer_prologue_rows_op = register_op(
+    f"indexer_prologue_rows({_SHARED_SCHEMA}, Tensor(a!) keys_BTD, Tensor positions_S, "
+    "str backend) -> (Tensor, Tensor)",
+    _implementation("indexer_prologue_rows"),
+    _stored_fake,
+)
+_indexer_prologue_paged_op = register_op(
+    f"indexer_prologue_paged({_SHARED_SCHEMA}, {_PAGES_SCHEMA}, str backend) -> (Tensor, Tensor)",
+    _implementation("indexer_prologue_paged"),
+    _stored_fake,
+)
 _indexer_prologue_fp8_op = register_op(
-    "indexer_prologue_fp8(Tensor q_BSHD, Tensor k_BSD, Tensor gates_BSH, Tensor norm_weight_D, "
-    "Tensor norm_bias_D, float norm_eps, Tensor cos_BSP, Tensor sin_BSP, bool interleaved, "
-    "float gate_scale, Tensor(a!) key_pages, Tensor block_table, Tensor lengths_B, str backend) "
-    "-> (Tensor, Tensor)",
-    _indexer_prologue_fp8,
+    f"indexer_prologue_fp8({_SHARED_SCHEMA}, {_PAGES_SCHEMA}, str backend) -> (Tensor, Tensor)",
+    _implementation("indexer_prologue_fp8"),
     _indexer_prologue_fp8_fake,
 )

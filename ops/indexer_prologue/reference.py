@@ -1,15 +1,21 @@
 """The indexer's way from projections to queries, keys and head weights, in plain torch.
 
-Shape legend: B batch, S tokens of the step, H index heads, D index head dim, P rope dim.
+Shape legend: B batch, S tokens of the step, T cached tokens, H index heads, D index head dim, P
+rope dim.
 """
 
 from __future__ import annotations
+
+from typing import Any
 
 import torch
 import torch.nn.functional as F
 
 from glm_compile.ops.fp8_quant.reference import fp8_quant_reference
-from glm_compile.ops.paged_cache.reference import paged_write_fp8_reference
+from glm_compile.ops.paged_cache.reference import (
+    paged_write_fp8_reference,
+    paged_write_reference,
+)
 
 
 def rope_reference(
@@ -61,6 +67,23 @@ def indexer_prologue_reference(
     k_BSD = rope_reference(k_BSD, cos_BSP, sin_BSP, interleaved)
     weights_BSH = (gates_BSH.float() * gate_scale).contiguous()
     return q_BSHD.contiguous(), k_BSD.contiguous(), weights_BSH
+
+
+def indexer_prologue_rows_reference(*args: Any) -> tuple[torch.Tensor, torch.Tensor]:
+    """Store the exact tier's keys at their positions; return its queries and head weights."""
+    *prologue, keys_BTD, positions_S = args
+    q_BSHD, k_BSD, weights_BSH = indexer_prologue_reference(*prologue)
+    is_stored = (positions_S >= 0) & (positions_S < keys_BTD.shape[1])
+    keys_BTD[:, positions_S[is_stored]] = k_BSD[:, is_stored].to(keys_BTD.dtype)
+    return q_BSHD, weights_BSH
+
+
+def indexer_prologue_paged_reference(*args: Any) -> tuple[torch.Tensor, torch.Tensor]:
+    """Store the exact tier's keys in their pages; return its queries and head weights."""
+    *prologue, key_pages, block_table, lengths_B = args
+    q_BSHD, k_BSD, weights_BSH = indexer_prologue_reference(*prologue)
+    paged_write_reference(key_pages, k_BSD, block_table, lengths_B)
+    return q_BSHD, weights_BSH
 
 
 def indexer_prologue_fp8_reference(

@@ -6,23 +6,30 @@ and its partner by index, so that both layouts are the same code. Products and s
 where torch rounds them; contraction to fused multiply-adds is off, or fp32 results would differ
 from torch's.
 
-Shape legend: B batch, S tokens of the step, H index heads, D index head dim, P rope dim.
+A decode step is all latency: every load is issued before anything waits for one, and the kernel may
+be launched before its predecessor ends (PDL, compute capability 9.0 and newer). Only weights are
+read before the wait: everything else may have been written by a kernel of the same chain.
+
+Shape legend: B batch, S tokens of the step, T cached tokens, H index heads, D index head dim, P
+rope dim.
 """
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 import torch
 import triton
 import triton.language as tl
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from glm_compile.ops._triton import finite_amax, fp8_scale, to_fp8
+from glm_compile.ops.indexer_prologue.config import KernelConfig, default_for
 from glm_compile.ops.paged_cache.triton_kernel import find_slot, store_key
 
-# Heads that one program rotates: 4 x 128 values, four a thread.
-_BLOCK_H = 4
-_NUM_WARPS = 4
+# Where a key goes: a fresh [B, S, D], rows of a cache [B, T, D], pages, or FP8 pages.
+FRESH, ROWS, PAGES, FP8_PAGES = (tl.constexpr(i) for i in range(4))
 
 _TRITON_DTYPES = {
     torch.float32: tl.float32,
@@ -61,88 +68,25 @@ def rotate(own, partner, cos, sin, is_second, is_rotated, ROUND_TO: tl.constexpr
 
 
 @triton.jit
-def normed_key(
-    k,
-    stride_kd,
-    norm_weight,
-    norm_bias,
-    norm_eps,
-    cos,
-    stride_cos,
-    sin,
-    stride_sin,
-    D: tl.constexpr,
-    P: tl.constexpr,
-    BLOCK_D: tl.constexpr,
-    INTERLEAVED: tl.constexpr,
-    ROUND_TO: tl.constexpr,
+def find_place(
+    table,
+    stride_table,
+    num_columns,
+    positions,
+    token,
+    sequence,
+    step,
+    TO: tl.constexpr,
 ):
-    """LayerNorm (two passes, fp32) and RoPE of one key, rounded to k's dtype; returned in fp32."""
-    column = tl.arange(0, BLOCK_D)
-    inside = column < D
-    x = tl.load(k + column * stride_kd, mask=inside, other=0.0).to(tl.float32)
-    mean = tl.sum(x, 0) / D
-    centred = tl.where(inside, x - mean, 0.0)
-    rstd = 1.0 / tl.sqrt_rn(tl.sum(centred * centred, 0) / D + norm_eps)
-
-    own, partner, angle, is_second, is_rotated = rope_columns(column, P, INTERLEAVED)
-    is_turned = is_rotated & inside
-    cos_value = tl.load(cos + angle * stride_cos, mask=is_turned, other=0.0).to(tl.float32)
-    sin_value = tl.load(sin + angle * stride_sin, mask=is_turned, other=0.0).to(tl.float32)
-    own_value = _normed(k, stride_kd, norm_weight, norm_bias, mean, rstd, own, inside)
-    partner_value = _normed(k, stride_kd, norm_weight, norm_bias, mean, rstd, partner, is_turned)
-    key = rotate(own_value, partner_value, cos_value, sin_value, is_second, is_rotated, ROUND_TO)
-    return key.to(k.dtype.element_ty).to(tl.float32)
-
-
-@triton.jit
-def _normed(k, stride_kd, norm_weight, norm_bias, mean, rstd, column, inside):
-    x = tl.load(k + column * stride_kd, mask=inside, other=0.0).to(tl.float32)
-    weight = tl.load(norm_weight + column, mask=inside, other=0.0).to(tl.float32)
-    bias = tl.load(norm_bias + column, mask=inside, other=0.0).to(tl.float32)
-    return ((x - mean) * rstd * weight + bias).to(k.dtype.element_ty).to(tl.float32)
-
-
-@triton.jit
-def rotated_queries(
-    q,
-    stride_qh,
-    stride_qd,
-    head,
-    cos,
-    stride_cos,
-    sin,
-    stride_sin,
-    H: tl.constexpr,
-    D: tl.constexpr,
-    P: tl.constexpr,
-    BLOCK_D: tl.constexpr,
-    INTERLEAVED: tl.constexpr,
-    ROUND_TO: tl.constexpr,
-):
-    """RoPE of a group of heads of one token, fp32 [heads, BLOCK_D]; zeros outside."""
-    column = tl.arange(0, BLOCK_D)
-    own, partner, angle, is_second, is_rotated = rope_columns(column, P, INTERLEAVED)
-    is_turned = is_rotated & (column < D)
-    cos_value = tl.load(cos + angle * stride_cos, mask=is_turned, other=0.0).to(tl.float32)
-    sin_value = tl.load(sin + angle * stride_sin, mask=is_turned, other=0.0).to(tl.float32)
-    row = q + head[:, None] * stride_qh
-    has_head = head[:, None] < H
-    own_value = tl.load(
-        row + own[None, :] * stride_qd, mask=has_head & (column < D)[None, :], other=0.0
-    )
-    partner_value = tl.load(
-        row + partner[None, :] * stride_qd, mask=has_head & is_turned[None, :], other=0.0
-    )
-    return rotate(
-        own_value.to(tl.float32),
-        partner_value.to(tl.float32),
-        cos_value[None, :],
-        sin_value[None, :],
-        is_second[None, :],
-        is_rotated[None, :],
-        ROUND_TO,
-    )
+    """(major, minor, is_stored) of a key: page and row, or sequence and position."""
+    if TO == FRESH:
+        return token, token * 0, step >= 0
+    elif TO == ROWS:
+        position = tl.load(positions + step).to(tl.int64)
+        is_stored = (position >= 0) & (position < num_columns)
+        return sequence, position, is_stored
+    else:
+        return find_slot(table, stride_table, num_columns, positions, sequence, step)
 
 
 @triton.jit(
@@ -153,6 +97,9 @@ def rotated_queries(
         "stride_gb",
         "stride_cb",
         "stride_sb",
+        "stride_major",
+        "stride_table",
+        "num_columns",
     ]
 )
 def indexer_prologue_kernel(
@@ -180,113 +127,16 @@ def indexer_prologue_kernel(
     stride_sb,
     stride_ss,
     stride_sp,
-    gate_scale,
-    q_out,
-    k_out,
-    weights,
-    num_steps,
-    H: tl.constexpr,
-    D: tl.constexpr,
-    P: tl.constexpr,
-    BLOCK_H: tl.constexpr,
-    BLOCK_D: tl.constexpr,
-    INTERLEAVED: tl.constexpr,
-    ROUND_TO: tl.constexpr,
-):
-    token = tl.program_id(0).to(tl.int64)
-    sequence, step = token // num_steps, token % num_steps
-    cos += sequence * stride_cb + step * stride_cs
-    sin += sequence * stride_sb + step * stride_ss
-    column = tl.arange(0, BLOCK_D)
-    if tl.program_id(1) == 0:
-        k += sequence * stride_kb + step * stride_ks
-        key = normed_key(
-            k,
-            stride_kd,
-            norm_weight,
-            norm_bias,
-            norm_eps,
-            cos,
-            stride_cp,
-            sin,
-            stride_sp,
-            D,
-            P,
-            BLOCK_D,
-            INTERLEAVED,
-            ROUND_TO,
-        )
-        tl.store(k_out + token * D + column, key.to(k_out.dtype.element_ty), mask=column < D)
-    else:
-        head = (tl.program_id(1) - 1) * BLOCK_H + tl.arange(0, BLOCK_H)
-        queries = rotated_queries(
-            q + sequence * stride_qb + step * stride_qs,
-            stride_qh,
-            stride_qd,
-            head,
-            cos,
-            stride_cp,
-            sin,
-            stride_sp,
-            H,
-            D,
-            P,
-            BLOCK_D,
-            INTERLEAVED,
-            ROUND_TO,
-        )
-        target = q_out + (token * H + head[:, None]) * D + column[None, :]
-        inside = (head[:, None] < H) & (column[None, :] < D)
-        tl.store(target, queries.to(q_out.dtype.element_ty), mask=inside)
-        gate_at = gates + sequence * stride_gb + step * stride_gs + head * stride_gh
-        gate = tl.load(gate_at, mask=head < H, other=0.0).to(tl.float32)
-        tl.store(weights + token * H + head, gate * gate_scale, mask=head < H)
-
-
-@triton.jit(
-    do_not_specialize=[
-        "num_steps",
-        "stride_qb",
-        "stride_kb",
-        "stride_gb",
-        "stride_cb",
-        "stride_sb",
-        "stride_table",
-        "num_columns",
-    ]
-)
-def indexer_prologue_fp8_kernel(
-    q,
-    stride_qb,
-    stride_qs,
-    stride_qh,
-    stride_qd,
-    k,
-    stride_kb,
-    stride_ks,
-    stride_kd,
-    gates,
-    stride_gb,
-    stride_gs,
-    stride_gh,
-    norm_weight,
-    norm_bias,
-    norm_eps,
-    cos,
-    stride_cb,
-    stride_cs,
-    stride_cp,
-    sin,
-    stride_sb,
-    stride_ss,
-    stride_sp,
     weight_constant,
-    key_pages,
+    keys,
     key_scales,
-    block_table,
+    stride_major,
+    stride_minor,
+    stride_value,
+    table,
     stride_table,
     num_columns,
-    lengths,
+    positions,
     q_out,
     weights,
     num_steps,
@@ -297,75 +147,99 @@ def indexer_prologue_fp8_kernel(
     BLOCK_D: tl.constexpr,
     INTERLEAVED: tl.constexpr,
     ROUND_TO: tl.constexpr,
+    TO: tl.constexpr,
+    PDL: tl.constexpr,
 ):
+    sequence = tl.program_id(0) // num_steps
+    step = (tl.program_id(0) - sequence * num_steps).to(tl.int64)
+    sequence = sequence.to(tl.int64)
     token = tl.program_id(0).to(tl.int64)
-    sequence, step = token // num_steps, token % num_steps
     cos += sequence * stride_cb + step * stride_cs
     sin += sequence * stride_sb + step * stride_ss
     column = tl.arange(0, BLOCK_D)
+    own, partner, angle, is_second, is_rotated = rope_columns(column, P, INTERLEAVED)
+    inside = column < D
+    is_turned = is_rotated & inside
+
     if tl.program_id(1) == 0:
-        page, row, is_stored = find_slot(
-            block_table, stride_table, num_columns, lengths, sequence, step
-        )
+        own_weight = tl.load(norm_weight + own, mask=inside, other=0.0).to(tl.float32)
+        own_bias = tl.load(norm_bias + own, mask=inside, other=0.0).to(tl.float32)
+        partner_weight = tl.load(norm_weight + partner, mask=is_turned, other=0.0).to(tl.float32)
+        partner_bias = tl.load(norm_bias + partner, mask=is_turned, other=0.0).to(tl.float32)
+        if PDL:
+            gdc_wait()
+            gdc_launch_dependents()
         k += sequence * stride_kb + step * stride_ks
-        key = normed_key(
-            k,
-            stride_kd,
-            norm_weight,
-            norm_bias,
-            norm_eps,
-            cos,
-            stride_cp,
-            sin,
-            stride_sp,
-            D,
-            P,
-            BLOCK_D,
-            INTERLEAVED,
-            ROUND_TO,
+        own_x = tl.load(k + own * stride_kd, mask=inside, other=0.0).to(tl.float32)
+        partner_x = tl.load(k + partner * stride_kd, mask=is_turned, other=0.0).to(tl.float32)
+        cos_value = tl.load(cos + angle * stride_cp, mask=is_turned, other=0.0).to(tl.float32)
+        sin_value = tl.load(sin + angle * stride_sp, mask=is_turned, other=0.0).to(tl.float32)
+        major, minor, is_stored = find_place(
+            table, stride_table, num_columns, positions, token, sequence, step, TO
         )
-        # Columns behind the head hold whatever the norm makes of nothing.
-        key = tl.where(column < D, key, 0.0)[None, :]
-        key_scale = fp8_scale(finite_amax(key, 1), False)
-        key_values = to_fp8(key, tl.broadcast_to(key_scale[:, None], key.shape))
-        is_written = ((column < D) & is_stored)[None, :]
-        store_key(
-            key_pages,
-            key_scales,
-            page,
-            row,
-            key_values,
-            key_scale[:, None],
-            column[None, :],
-            is_written,
-            D,
-        )
+        # LayerNorm in two passes; the sum does not mind that rope has moved the columns.
+        mean = tl.sum(own_x, 0) / D
+        centred = tl.where(inside, own_x - mean, 0.0)
+        rstd = 1.0 / tl.sqrt_rn(tl.sum(centred * centred, 0) / D + norm_eps)
+        dtype = k.dtype.element_ty
+        own_key = ((own_x - mean) * rstd * own_weight + own_bias).to(dtype).to(tl.float32)
+        partner_key = (partner_x - mean) * rstd * partner_weight + partner_bias
+        partner_key = partner_key.to(dtype).to(tl.float32)
+        key = rotate(own_key, partner_key, cos_value, sin_value, is_second, is_rotated, ROUND_TO)
+        is_written = inside & is_stored
+        if TO == FP8_PAGES:
+            # Columns behind the head hold whatever the norm makes of nothing.
+            key = tl.where(inside, key.to(dtype).to(tl.float32), 0.0)[None, :]
+            scale = fp8_scale(finite_amax(key, 1), False)
+            values = to_fp8(key, tl.broadcast_to(scale[:, None], key.shape))
+            store_key(
+                keys,
+                key_scales,
+                major,
+                minor,
+                values,
+                scale[:, None],
+                column[None, :],
+                is_written[None, :],
+                D,
+            )
+        else:
+            target = keys + major * stride_major + minor * stride_minor + column * stride_value
+            tl.store(target, key.to(keys.dtype.element_ty), mask=is_written)
     else:
         head = (tl.program_id(1) - 1) * BLOCK_H + tl.arange(0, BLOCK_H)
-        queries = rotated_queries(
-            q + sequence * stride_qb + step * stride_qs,
-            stride_qh,
-            stride_qd,
-            head,
-            cos,
-            stride_cp,
-            sin,
-            stride_sp,
-            H,
-            D,
-            P,
-            BLOCK_D,
-            INTERLEAVED,
-            tl.float32,
-        )
-        scale = fp8_scale(finite_amax(queries, 1), False)
-        values = to_fp8(queries, tl.broadcast_to(scale[:, None], queries.shape))
-        target = q_out + (token * H + head[:, None]) * D + column[None, :]
-        inside = (head[:, None] < H) & (column[None, :] < D)
-        tl.store(target, values, mask=inside)
+        has_head = head < H
+        if PDL:
+            gdc_wait()
+            gdc_launch_dependents()
+        q += sequence * stride_qb + step * stride_qs
+        row = q + head[:, None] * stride_qh
+        is_read = has_head[:, None] & inside[None, :]
+        own_q = tl.load(row + own[None, :] * stride_qd, mask=is_read, other=0.0)
+        is_read = has_head[:, None] & is_turned[None, :]
+        partner_q = tl.load(row + partner[None, :] * stride_qd, mask=is_read, other=0.0)
+        cos_value = tl.load(cos + angle * stride_cp, mask=is_turned, other=0.0).to(tl.float32)
+        sin_value = tl.load(sin + angle * stride_sp, mask=is_turned, other=0.0).to(tl.float32)
         gate_at = gates + sequence * stride_gb + step * stride_gs + head * stride_gh
-        gate = tl.load(gate_at, mask=head < H, other=0.0).to(tl.float32)
-        tl.store(weights + token * H + head, gate * weight_constant * scale, mask=head < H)
+        weight = tl.load(gate_at, mask=has_head, other=0.0).to(tl.float32) * weight_constant
+        queries = rotate(
+            own_q.to(tl.float32),
+            partner_q.to(tl.float32),
+            cos_value[None, :],
+            sin_value[None, :],
+            is_second[None, :],
+            is_rotated[None, :],
+            tl.float32 if TO == FP8_PAGES else ROUND_TO,
+        )
+        if TO == FP8_PAGES:
+            q_scale = fp8_scale(finite_amax(queries, 1), False)
+            q_values = to_fp8(queries, tl.broadcast_to(q_scale[:, None], queries.shape))
+            weight *= q_scale
+        else:
+            q_values = queries.to(q_out.dtype.element_ty)
+        q_target = q_out + (token * H + head[:, None]) * D + column[None, :]
+        tl.store(q_target, q_values, mask=has_head[:, None] & inside[None, :])
+        tl.store(weights + token * H + head, weight, mask=has_head)
 
 
 def _rope_arguments(
@@ -376,24 +250,13 @@ def _rope_arguments(
     return cos, *cos.stride(), sin, *sin.stride()
 
 
-def _constexprs(
-    q: torch.Tensor, k: torch.Tensor, cos: torch.Tensor, interleaved: bool
-) -> dict[str, Any]:
-    num_heads, head_dim = q.shape[2:]
-    return {
-        "H": num_heads,
-        "D": head_dim,
-        "P": cos.shape[-1],
-        "BLOCK_H": _BLOCK_H,
-        "BLOCK_D": triton.next_power_of_2(head_dim),
-        "INTERLEAVED": interleaved,
-        "ROUND_TO": _TRITON_DTYPES[torch.promote_types(k.dtype, cos.dtype)],
-        "num_warps": _NUM_WARPS,
-        "enable_fp_fusion": False,
-    }
+@functools.cache
+def _has_pdl(device: torch.device) -> bool:
+    """Whether a kernel on the device may start before the one before it has ended."""
+    return device.type == "cuda" and torch.cuda.get_device_capability(device) >= (9, 0)
 
 
-def indexer_prologue_triton(
+def launch(
     q: torch.Tensor,
     k: torch.Tensor,
     gates: torch.Tensor,
@@ -403,79 +266,97 @@ def indexer_prologue_triton(
     cos: torch.Tensor,
     sin: torch.Tensor,
     interleaved: bool,
-    gate_scale: float,
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Launch the exact tier's kernel."""
-    batch_size, num_steps, num_heads, _ = q.shape
-    q_out = torch.empty_like(q, memory_format=torch.contiguous_format)
-    k_out = torch.empty_like(k, memory_format=torch.contiguous_format)
+    weight_constant: float,
+    *,
+    to: tl.constexpr,
+    keys: torch.Tensor,
+    table: torch.Tensor | None = None,
+    positions: torch.Tensor | None = None,
+    num_rows: int = 0,
+    config: KernelConfig | None = None,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Write the keys to `keys`; return queries and head weights.
+
+    Args:
+        keys: where the keys go; `to` says what it is.
+        table: block table of pages.
+        positions: tokens already cached [B] for pages; the positions themselves [S] for rows.
+        num_rows: T, for rows.
+        config: for measurements; None takes the default.
+    """
+    batch_size, num_steps, num_heads, head_dim = q.shape
+    is_fp8 = to is FP8_PAGES
+    q_dtype = torch.float8_e4m3fn if is_fp8 else q.dtype
+    q_out = torch.empty(q.shape, dtype=q_dtype, device=q.device)
     weights = torch.empty(gates.shape, dtype=torch.float32, device=q.device)
-    if batch_size * num_steps:
-        grid = (batch_size * num_steps, 1 + triton.cdiv(num_heads, _BLOCK_H))
-        indexer_prologue_kernel[grid](
-            q,
-            *q.stride(),
-            k,
-            *k.stride(),
-            gates,
-            *gates.stride(),
-            norm_weight.contiguous(),
-            norm_bias.contiguous(),
-            norm_eps,
-            *_rope_arguments(cos, sin, batch_size),
-            gate_scale,
-            q_out,
-            k_out,
-            weights,
-            num_steps,
-            **_constexprs(q, k, cos, interleaved),
-        )
+    num_tokens = batch_size * num_steps
+    if not num_tokens:
+        return q_out, weights
+    config = config or default_for(num_tokens)
+    if table is not None and table.stride(1) != 1:
+        table = table.contiguous()
+    has_pdl = _has_pdl(q.device)
+    indexer_prologue_kernel[(num_tokens, 1 + triton.cdiv(num_heads, config.block_h))](
+        q,
+        *q.stride(),
+        k,
+        *k.stride(),
+        gates,
+        *gates.stride(),
+        norm_weight.contiguous(),
+        norm_bias.contiguous(),
+        norm_eps,
+        *_rope_arguments(cos, sin, batch_size),
+        weight_constant,
+        keys,
+        keys.view(torch.float32) if is_fp8 else None,
+        *((0, 0, 0) if is_fp8 else keys.stride()),
+        table,
+        0 if table is None else table.stride(0),
+        num_rows if table is None else table.shape[1],
+        None if positions is None else positions.contiguous(),
+        q_out,
+        weights,
+        num_steps,
+        H=num_heads,
+        D=head_dim,
+        P=cos.shape[-1],
+        BLOCK_H=config.block_h,
+        BLOCK_D=triton.next_power_of_2(head_dim),
+        INTERLEAVED=interleaved,
+        ROUND_TO=_TRITON_DTYPES[torch.promote_types(k.dtype, cos.dtype)],
+        TO=to.value,
+        PDL=has_pdl,
+        num_warps=config.num_warps,
+        enable_fp_fusion=False,
+        **({"launch_pdl": True} if has_pdl else {}),
+    )
+    return q_out, weights
+
+
+def indexer_prologue_triton(*args: Any) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Launch the exact tier's kernel with keys of their own."""
+    k = args[1]
+    k_out = torch.empty(k.shape, dtype=k.dtype, device=k.device)
+    # As [tokens, 1, D], like rows of a cache.
+    q_out, weights = launch(*args, to=FRESH, keys=k_out.view(-1, 1, k.shape[2]))
     return q_out, k_out, weights
 
 
-def indexer_prologue_fp8_triton(
-    q: torch.Tensor,
-    k: torch.Tensor,
-    gates: torch.Tensor,
-    norm_weight: torch.Tensor,
-    norm_bias: torch.Tensor,
-    norm_eps: float,
-    cos: torch.Tensor,
-    sin: torch.Tensor,
-    interleaved: bool,
-    gate_scale: float,
-    key_pages: torch.Tensor,
-    block_table: torch.Tensor,
-    lengths: torch.Tensor,
-) -> tuple[torch.Tensor, torch.Tensor]:
+def indexer_prologue_rows_triton(*args: Any) -> tuple[torch.Tensor, torch.Tensor]:
+    """Launch the exact tier's kernel with the keys stored in rows of a cache."""
+    *prologue, keys, positions = args
+    return launch(*prologue, to=ROWS, keys=keys, positions=positions, num_rows=keys.shape[1])
+
+
+def indexer_prologue_paged_triton(*args: Any) -> tuple[torch.Tensor, torch.Tensor]:
+    """Launch the exact tier's kernel with the keys stored in pages."""
+    *prologue, pages, table, lengths = args
+    return launch(*prologue, to=PAGES, keys=pages, table=table, positions=lengths)
+
+
+def indexer_prologue_fp8_triton(*args: Any) -> tuple[torch.Tensor, torch.Tensor]:
     """Launch the FP8 tier's kernel."""
-    batch_size, num_steps, num_heads, head_dim = q.shape
-    q_out = torch.empty(q.shape, dtype=torch.float8_e4m3fn, device=q.device)
-    weights = torch.empty(gates.shape, dtype=torch.float32, device=q.device)
-    if batch_size * num_steps:
-        table = block_table if block_table.stride(1) == 1 else block_table.contiguous()
-        grid = (batch_size * num_steps, 1 + triton.cdiv(num_heads, _BLOCK_H))
-        indexer_prologue_fp8_kernel[grid](
-            q,
-            *q.stride(),
-            k,
-            *k.stride(),
-            gates,
-            *gates.stride(),
-            norm_weight.contiguous(),
-            norm_bias.contiguous(),
-            norm_eps,
-            *_rope_arguments(cos, sin, batch_size),
-            gate_scale * head_dim**-0.5,
-            key_pages,
-            key_pages.view(torch.float32),
-            table,
-            table.stride(0),
-            table.shape[1],
-            lengths.contiguous(),
-            q_out,
-            weights,
-            num_steps,
-            **_constexprs(q, k, cos, interleaved),
-        )
-    return q_out, weights
+    *prologue, gate_scale, pages, table, lengths = args
+    prologue.append(gate_scale * args[0].shape[3] ** -0.5)
+    return launch(*prologue, to=FP8_PAGES, keys=pages, table=table, positions=lengths)

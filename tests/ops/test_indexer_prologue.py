@@ -12,7 +12,12 @@ from torch._dynamo.testing import CompileCounter
 from transformers.models.glm_moe_dsa.modeling_glm_moe_dsa import apply_rotary_pos_emb_interleave
 from transformers.models.llama.modeling_llama import apply_rotary_pos_emb
 
-from glm_compile.ops.indexer_prologue import indexer_prologue, indexer_prologue_fp8
+from glm_compile.ops.indexer_prologue import (
+    indexer_prologue,
+    indexer_prologue_fp8,
+    indexer_prologue_paged,
+    indexer_prologue_rows,
+)
 from glm_compile.ops.paged_cache import key_page_bytes, paged_write_fp8
 from tests.ops.fp8_packer import nearest_codes, store_row
 from tests.tiny_models import CACHE_ARGUMENT, tiny_model
@@ -182,6 +187,71 @@ def test_fp8_tier_bytes(interleaved, dtype, D):
     assert torch.equal(weights, gates.float() * (GATE_SCALE * D**-0.5) * scale)
 
 
+# Below the window, inside it, the last row, beyond it.
+POSITIONS = torch.tensor([-1, 3, 0, 10, 11])
+LENGTHS = torch.tensor([62, -2])
+
+
+def call_with_rows(device, inputs, **options):
+    """(q, weights, keys): the exact tier with its keys in a cache that held random rows."""
+    keys = torch.randn(2, 11, inputs[1].shape[2]).to(device, inputs[1].dtype)
+    before = keys.clone()
+    results = indexer_prologue_rows(
+        *_to(device, inputs), keys_BTD=keys, positions_S=POSITIONS.to(device), **options
+    )
+    return *results, keys, before
+
+
+def call_with_pages(device, inputs, **options):
+    """The same with pages: a page border, a missing page, positions before the beginning."""
+    pages = torch.randn(6, 64, inputs[1].shape[2]).to(device, inputs[1].dtype)
+    before = pages.clone()
+    results = indexer_prologue_paged(
+        *_to(device, inputs),
+        key_pages=pages,
+        block_table=TABLE.to(device),
+        lengths_B=LENGTHS.to(device),
+        **options,
+    )
+    return *results, pages, before
+
+
+def expected_rows(before, k):
+    expected = before.clone()
+    for s, position in enumerate(POSITIONS.tolist()):
+        if 0 <= position < 11:
+            expected[:, position] = k[:, s]
+    return expected
+
+
+def expected_pages(before, k):
+    expected = before.clone()
+    for b, s in np.ndindex(2, 5):
+        position = int(LENGTHS[b]) + s
+        page = int(TABLE[b, position // 64]) if position >= 0 else -1
+        if page >= 0:
+            expected[page, position % 64] = k[b, s]
+    return expected
+
+
+STORES = [(call_with_rows, expected_rows), (call_with_pages, expected_pages)]
+
+
+@pytest.mark.parametrize("interleaved", [True, False])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("D", [128, 20])
+@pytest.mark.parametrize(("call", "expected"), STORES)
+def test_exact_keys_are_stored_where_they_belong_and_nowhere_else(
+    call, expected, interleaved, dtype, D
+):
+    inputs = make_inputs(S=5, D=D, P=D // 2, dtype=dtype)
+    q, weights, keys, before = call("cpu", inputs, interleaved=interleaved, gate_scale=GATE_SCALE)
+    expected_q, k, expected_weights = upstream_prologue(*inputs, interleaved)
+    assert torch.equal(q, expected_q) and q.is_contiguous()
+    assert torch.equal(weights, expected_weights) and weights.is_contiguous()
+    assert torch.equal(keys, expected(before, k))
+
+
 def test_fp8_tier_stores_what_the_unfused_ops_store():
     inputs = make_inputs(S=6)
     lengths = torch.tensor([60, 0], dtype=torch.int32)
@@ -224,9 +294,17 @@ def test_opcheck(interleaved):
     )
     pages = torch.zeros(6, key_page_bytes(128), dtype=torch.uint8)
     lengths = torch.tensor([62, 0])
+    shared = (*inputs, interleaved, GATE_SCALE)
     torch.library.opcheck(
-        torch.ops.glm.indexer_prologue_fp8.default,
-        (*inputs, interleaved, GATE_SCALE, pages, TABLE, lengths, ""),
+        torch.ops.glm.indexer_prologue_fp8.default, (*shared, pages, TABLE, lengths, "")
+    )
+    torch.library.opcheck(
+        torch.ops.glm.indexer_prologue_paged.default,
+        (*shared, torch.zeros(6, 64, 128).bfloat16(), TABLE, lengths, ""),
+    )
+    torch.library.opcheck(
+        torch.ops.glm.indexer_prologue_rows.default,
+        (*shared, torch.zeros(2, 9, 128).bfloat16(), torch.tensor([4, 5, 9]), ""),
     )
 
 
@@ -295,6 +373,23 @@ def test_wrong_arguments_are_named():
             key_pages=torch.zeros(2, 64, dtype=torch.uint8),
             block_table=TABLE,
             lengths_B=torch.tensor([0, 0]),
+        )
+
+    exact = {"gate_scale": 1.0, "lengths_B": torch.tensor([0, 0])}
+    with pytest.raises(ValueError, match=r"pages \[pages, 64, 128\] expected"):
+        indexer_prologue_paged(
+            *make_inputs(), key_pages=torch.zeros(2, 64, 64), block_table=TABLE, **exact
+        )
+    with pytest.raises(ValueError, match="got a cache of torch\\.float32"):
+        indexer_prologue_paged(
+            *make_inputs(), key_pages=torch.zeros(2, 64, 128), block_table=TABLE, **exact
+        )
+    with pytest.raises(ValueError, match=r"positions must be \[3\]"):
+        indexer_prologue_rows(
+            *make_inputs(),
+            gate_scale=1.0,
+            keys_BTD=torch.zeros(2, 9, 128).bfloat16(),
+            positions_S=torch.tensor([0]),
         )
 
 
@@ -395,6 +490,19 @@ def test_triton_fp8_bytes(device, interleaved, dtype, D):
 
 
 @pytest.mark.parametrize("device", TRITON_DEVICES)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("D", [128, 20])
+@pytest.mark.parametrize(("call", "expected"), STORES)
+def test_triton_stores_exact_keys(device, call, expected, dtype, D):
+    inputs = make_inputs(S=5, H=6, D=D, P=D // 2, dtype=dtype)
+    options = {"gate_scale": GATE_SCALE, "backend": "triton"}
+    q, weights, keys, before = call(device, inputs, **options)
+    fresh = indexer_prologue(*_to(device, inputs), **options)
+    assert torch.equal(q, fresh[0]) and torch.equal(weights, fresh[2])
+    assert torch.equal(keys.cpu(), expected(before.cpu(), fresh[1].cpu()))
+
+
+@pytest.mark.parametrize("device", TRITON_DEVICES)
 def test_triton_key_norm_removes_the_mean(device):
     """IDX-4's input: a mean far above a tiny deviation."""
     inputs = make_inputs(B=1, S=4, dtype=torch.float32)
@@ -429,43 +537,59 @@ def test_capture_and_replay_with_changed_inputs():
 
 @pytest.mark.compile_only
 @pytest.mark.parametrize("arch", ["sm_90a", "sm_100a"])
-@pytest.mark.parametrize("is_fp8", [False, True])
+@pytest.mark.parametrize("to", ["FRESH", "ROWS", "PAGES", "FP8_PAGES"])
 @pytest.mark.parametrize("interleaved", [True, False])
-def test_kernels_compile_without_spilling(arch, is_fp8, interleaved):
+@pytest.mark.parametrize("num_tokens", [6, 2048])
+def test_kernels_compile_without_spilling(arch, to, interleaved, num_tokens):
     import triton.language as tl
 
     from glm_compile.ops.indexer_prologue import triton_kernel as kernels
+    from glm_compile.ops.indexer_prologue.config import default_for
     from tests.compile_only import compile_triton
 
     def meta(*shape, dtype=torch.bfloat16):
         return torch.empty(shape, dtype=dtype, device="meta")
 
-    merged = meta(1, 6, 2784)
-    q, k, gates = meta(1, 6, 32, 128), merged[..., 2624:2752], merged[..., 2752:]
-    cos = meta(1, 6, 64)
-    arguments = [q, *q.stride(), k, *k.stride(), gates, *gates.stride()]
-    arguments += [meta(128), meta(128), EPS, cos, *cos.stride(), cos, *cos.stride(), GATE_SCALE]
-    if is_fp8:
-        arguments += [meta(9, 8448, dtype=torch.uint8), meta(1, dtype=torch.float32)]
-        arguments += [meta(1, 9, dtype=torch.int32), 9, 9, meta(1, dtype=torch.int32)]
-        arguments += [meta(1, dtype=torch.float8_e4m3fn), meta(1, dtype=torch.float32), 6]
-    else:
-        arguments += [q, meta(1, 6, 128), meta(1, dtype=torch.float32), 6]
+    merged = meta(1, num_tokens, 2784)
+    k, gates = merged[..., 2624:2752], merged[..., 2752:]
+    q = meta(1, num_tokens, 20480)[..., 16384:].unflatten(-1, (32, 128))
+    cos = meta(1, num_tokens, 64)
+    positions, is_fp8 = meta(1, dtype=torch.int32), to == "FP8_PAGES"
+    keys = {
+        "FRESH": (meta(num_tokens, 1, 128), None),
+        "ROWS": (meta(1, 4096, 128), None),
+        "PAGES": (meta(9, 64, 128), None),
+        "FP8_PAGES": (meta(9, 8448, dtype=torch.uint8), meta(9, 2112, dtype=torch.float32)),
+    }[to]
+    table = meta(1, 9, dtype=torch.int32) if "PAGES" in to else None
     compiled = compile_triton(
-        kernels.indexer_prologue_fp8_kernel if is_fp8 else kernels.indexer_prologue_kernel,
-        arguments,
+        kernels.indexer_prologue_kernel,
+        [
+            *(q, *q.stride(), k, *k.stride(), gates, *gates.stride(), meta(128), meta(128), EPS),
+            *(cos, *cos.stride(), cos, *cos.stride(), GATE_SCALE, *keys),
+            *((0, 0, 0) if is_fp8 else keys[0].stride()),
+            *(table, 0 if table is None else 9, 4096 if table is None else 9),
+            None if to == "FRESH" else positions,
+            *(q, meta(1, dtype=torch.float32), num_tokens),
+        ],
         {
             "H": 32,
             "D": 128,
             "P": 64,
-            "BLOCK_H": 4,
+            "BLOCK_H": default_for(num_tokens).block_h,
             "BLOCK_D": 128,
             "INTERLEAVED": interleaved,
             "ROUND_TO": tl.bfloat16,
+            "TO": getattr(kernels, to).value,
+            "PDL": True,
         },
         arch,
-        num_warps=4,
+        num_warps=default_for(num_tokens).num_warps,
         enable_fp_fusion=False,
+        launch_pdl=True,
     )
     assert compiled.stack_bytes == 0
     assert compiled.registers <= 64
+    # Both roles wait for the kernel before, and let the next one start.
+    for instruction in ("griddepcontrol.wait", "griddepcontrol.launch_dependents"):
+        assert compiled.ptx.count(instruction) == 2
