@@ -4,6 +4,11 @@ A transformers Cache for unmodified GlmMoeDsa models. Tokens of a step are writt
 `lengths[b]` onwards; every read returns the whole allocated length and the mask says what counts,
 so no shape depends on a position and a compiled forward never recompiles for one.
 
+A step that does not fit is refused before it writes: an eager one, and one that the glm backend
+compiled, wherever the host knows the lengths without waiting. That is always so on the CPU, and on
+another device while numbers and lists move them (`capacity`). Where only the device knows, nothing
+is written outside, the lengths go on counting, and `check_capacity` tells.
+
 Sequences may have different lengths (`advance` with a tensor). transformers' own mask has one
 offset for the batch and would be silently wrong then, so such a cache refuses to be asked for it
 and names `causal_mask`.
@@ -20,7 +25,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 from transformers.cache_utils import Cache, CacheLayerMixin
 
-from glm_compile.errors import UnsupportedError
+from glm_compile.capacity import full_message, held_tokens, note_held
+from glm_compile.errors import ConfigError, UnsupportedError
 from glm_compile.model_facts import FULL, GlmDsaConfig
 from glm_compile.ops.causal_mask import causal_mask
 from glm_compile.ops.paged_cache import (
@@ -137,7 +143,13 @@ class PagedCache(Cache):
             return PagedLayer(latent_pages, key_pages, batch_size)
 
         kinds = [kind == FULL for kind in facts.indexer_types] + [True] * num_mtp_layers
-        super().__init__(layers=[make_layer(is_full) for is_full in kinds])
+        # Tensors made in inference mode could not be written in a later call outside of it.
+        with torch.inference_mode(False):
+            super().__init__(layers=[make_layer(is_full) for is_full in kinds])
+            self.lengths = torch.zeros(batch_size, dtype=torch.int32, device=device)
+            self.block_table = torch.arange(num_pages, dtype=torch.int32, device=device).view(
+                batch_size, num_pages_each
+            )
         self.num_decoder_layers = facts.num_hidden_layers
         self.kv_lora_rank = facts.kv_lora_rank
         self.index_head_dim = head_dim
@@ -146,17 +158,17 @@ class PagedCache(Cache):
         self.index_dtype = index_dtype or dtype
         self.is_index_fp8 = is_fp8
         self.auto_advance = True
-        self.lengths = torch.zeros(batch_size, dtype=torch.int32, device=device)
-        self.block_table = torch.arange(num_pages, dtype=torch.int32, device=device).view(
-            batch_size, num_pages_each
-        )
+        note_held(self.lengths, 0)
         self._batch_size = batch_size
         # The layer whose last write ends a forward: its indexer writes after its attention.
         self._last_layer = facts.num_hidden_layers - 1
         self._ends_with_indexer = kinds[self._last_layer]
         self._is_ragged = False
-        # Longest length as far as the host knows it; None once only the device knows.
-        self._known_length: int | None = 0
+        # The layer that wrote last in a forward that has not ended; None between forwards.
+        self._open_layer: int | None = None
+        # Whether the end of a forward has just advanced the lengths, and by how much.
+        self._is_counted = False
+        self._counted_tokens = 0
 
     def update(
         self,
@@ -169,6 +181,8 @@ class PagedCache(Cache):
         """Write a step's latents [B,1,S,L] and rotated keys [B,1,S,P]; return all [B,1,T,*]."""
         if layer_idx == 0 or layer_idx >= self.num_decoder_layers:
             self._check_step(key_states, layer_idx)
+        if layer_idx < self.num_decoder_layers:
+            self._open_layer, self._is_counted = layer_idx, False
         new_BSX = torch.cat((key_states, value_states), dim=-1).squeeze(1)
         paged_write(self.layers[layer_idx].latent_pages, new_BSX, self.block_table, self.lengths)
         if layer_idx == self._last_layer and not self._ends_with_indexer:
@@ -179,7 +193,8 @@ class PagedCache(Cache):
         """Write a step's index keys [B,S,D]; return all of them [B,T,D]."""
         pages = self.layers[layer_idx].key_pages
         if pages is None:
-            raise ValueError(
+            self._take_back()
+            raise ConfigError(
                 f"PagedCache: layer {layer_idx} is 'shared' in indexer_types and has no index "
                 "keys; the model that writes them was built with another config"
             )
@@ -202,6 +217,7 @@ class PagedCache(Cache):
 
     def get_seq_length(self, layer_idx: int = 0) -> Any:
         """Length of every sequence, as a 0-d tensor: reading it costs no synchronisation."""
+        self._check_ended()
         self._refuse_ragged("one length for the batch (pass position_ids)")
         return self.lengths.max()
 
@@ -255,40 +271,79 @@ class PagedCache(Cache):
         """View for draft steps that share the cache: `update` writes nothing."""
         return ReadOnlyPagedCache(self)
 
+    def begin_mtp_step(self) -> None:
+        """Refuse an MTP layer's step whose rows would not lie beside those of the model.
+
+        The MTP layer calls it; its rows belong to the tokens that the model has just written.
+        """
+        self._check_ended()
+        if self._is_counted:
+            raise ValueError(
+                "PagedCache: auto_advance has counted the tokens of the model's forward, so the "
+                "MTP layer's rows would lie behind them: set cache.auto_advance = False and call "
+                "cache.advance behind the MTP layer (or go back first: crop, set_lengths)"
+            )
+
+    def check_capacity(self) -> None:
+        """Raise if a step has gone beyond `max_cache_len` unseen. Waits for the device.
+
+        What lies beyond was never written; logits of those tokens did not see them.
+        """
+        held = int(self.lengths.max())
+        if held > self.max_cache_len:
+            raise ValueError(
+                f"PagedCache was overrun: {held} tokens were counted, but max_cache_len is "
+                f"{self.max_cache_len}, and what the model computed for the tokens beyond it is "
+                f"wrong; make it larger, or go back with set_lengths({self.max_cache_len})"
+            )
+
     def advance(self, num_tokens: int | torch.Tensor) -> None:
-        """Count tokens as held: the same number for every sequence, or one per sequence [B]."""
-        if isinstance(num_tokens, torch.Tensor) and num_tokens.dim() > 0:
-            if num_tokens.shape[0] != self._batch_size:
+        """Count tokens as held: the same number for every sequence, or one per sequence [B].
+
+        Counts that leave the cache are refused where the host can tell without waiting: always on
+        the CPU; elsewhere a number, if the lengths are known.
+        """
+        self._check_ended()
+        if not isinstance(num_tokens, torch.Tensor):
+            if isinstance(num_tokens, bool) or not hasattr(num_tokens, "__index__"):
+                raise ValueError(f"PagedCache.advance: expected an integer, got {num_tokens!r}")
+            self._check_counts(num_tokens)
+            self._count(num_tokens)
+        else:
+            if num_tokens.dtype.is_floating_point or num_tokens.dtype == torch.bool:
+                raise ValueError(f"PagedCache.advance: expected integers, got {num_tokens.dtype}")
+            if num_tokens.dim() > 0 and num_tokens.shape != self.lengths.shape:
                 raise ValueError(
                     f"PagedCache.advance: expected one count for each of {self._batch_size} "
                     f"sequences, got shape {tuple(num_tokens.shape)}"
                 )
             self._check_counts(num_tokens)
-            self._is_ragged = self._batch_size > 1
-            self._known_length = None
-            self.lengths.add_(num_tokens.to(self.lengths.dtype))
-        elif isinstance(num_tokens, torch.Tensor):
-            self._check_counts(num_tokens)
-            self._known_length = None
-            self.lengths.add_(num_tokens.to(self.lengths.dtype))
-        else:
-            self._check_counts(num_tokens)
-            self._count(num_tokens)
-            advance(self.lengths, num_tokens)
+            if num_tokens.dim() > 0:
+                self._is_ragged = self._batch_size > 1
+            self.lengths.add_(num_tokens.to(self.lengths))
+        self._is_counted = False
 
     def _check_counts(self, num_tokens: int | torch.Tensor) -> None:
-        """Raise for counts that leave the cache, as far as the host knows without reading it."""
+        """Raise for counts that leave the cache, as far as the host knows without waiting."""
+        if torch.compiler.is_compiling():
+            return
+        counts: Any = num_tokens
         if isinstance(num_tokens, torch.Tensor):
-            if num_tokens.dtype.is_floating_point or num_tokens.dtype == torch.bool:
-                raise ValueError(f"PagedCache.advance: expected integers, got {num_tokens.dtype}")
+            if num_tokens.device.type != "cpu":
+                return
+            counts = num_tokens.tolist()
+        # Python's integers: no count can wrap around on the way.
+        if self.lengths.device.type == "cpu":
+            held = self.lengths.tolist()
+        elif isinstance(counts, list) or (longest := held_tokens(self.lengths)) is None:
             return
-        if isinstance(num_tokens, bool) or not hasattr(num_tokens, "__index__"):
-            raise ValueError(f"PagedCache.advance: expected an integer, got {num_tokens!r}")
-        if torch.compiler.is_compiling() or self._known_length is None:
-            return
-        if not 0 <= self._known_length + num_tokens <= self.max_cache_len:
+        else:
+            held = [longest]
+        each = counts if isinstance(counts, list) else [counts] * len(held)
+        new = [length + count for length, count in zip(held, each)]
+        if not all(0 <= length <= self.max_cache_len for length in new):
             raise ValueError(
-                f"PagedCache.advance: {num_tokens} tokens added to {self._known_length} are not "
+                f"PagedCache.advance: {counts} tokens behind {held} make {new}, which is not "
                 f"within 0 and {self.max_cache_len} (max_cache_len)"
             )
 
@@ -305,8 +360,8 @@ class PagedCache(Cache):
                     f"shape {tuple(lengths.shape)}"
                 )
             self._is_ragged = lengths.dim() > 0 and self._batch_size > 1
-            self._known_length = None
             self.lengths.copy_(lengths)
+            self._forget_forward()
             return
         values = _integers("PagedCache.set_lengths", lengths)
         if values.dim() > 0 and values.shape != self.lengths.shape:
@@ -322,8 +377,9 @@ class PagedCache(Cache):
                 f"(max_cache_len), got {values.tolist()}"
             )
         self._is_ragged = bool((values != values[0]).any())
-        self._known_length = longest
         self.lengths.copy_(values)
+        self._note(longest)
+        self._forget_forward()
 
     def crop(self, tokens_to_remove: int) -> None:
         """Drop the last `-tokens_to_remove` tokens of every sequence (transformers' sign)."""
@@ -334,9 +390,11 @@ class PagedCache(Cache):
             )
         if tokens_to_remove == 0:
             return
-        if self._known_length is not None:
-            self._known_length = max(self._known_length + int(tokens_to_remove), 0)
+        self._check_ended()
+        held = self._held()
         self.lengths.add_(int(tokens_to_remove)).clamp_(min=0)
+        self._note(None if held is None else max(held + int(tokens_to_remove), 0))
+        self._forget_forward()
 
     def reset(self) -> None:
         """Forget all tokens; memory and addresses stay, contents become zeros.
@@ -347,7 +405,8 @@ class PagedCache(Cache):
             pages.zero_()
         self.lengths.zero_()
         self._is_ragged = False
-        self._known_length = 0
+        self._note(0)
+        self._forget_forward()
 
     def reorder_cache(self, beam_idx: torch.Tensor) -> None:
         """Make sequence b a copy of sequence `beam_idx[b]` (beam search)."""
@@ -363,7 +422,9 @@ class PagedCache(Cache):
         target, source = target[has_pages], source[has_pages]
         for pages in self._pages():
             pages[target] = pages[source]
+        held = None if self._is_ragged else self._held()
         self.lengths.copy_(self.lengths.index_select(0, beam_idx))
+        self._note(held)
 
     def batch_repeat_interleave(self, repeats: int) -> None:
         raise UnsupportedError(
@@ -403,11 +464,7 @@ class PagedCache(Cache):
         return latents_B1TX[..., : self.kv_lora_rank], latents_B1TX[..., self.kv_lora_rank :]
 
     def _check_step(self, key_states: torch.Tensor, layer_idx: int) -> None:
-        if layer_idx >= len(self.layers):
-            raise ValueError(
-                f"PagedCache has {len(self.layers)} layers, but layer {layer_idx} writes to it; "
-                f"make it with num_mtp_layers={layer_idx - self.num_decoder_layers + 1}"
-            )
+        self._check_layer(layer_idx)
         if key_states.shape[0] != self._batch_size:
             raise ValueError(
                 f"PagedCache was made for batch_size={self._batch_size}, but this step has "
@@ -421,31 +478,82 @@ class PagedCache(Cache):
             )
         if torch.compiler.is_compiling():
             return
-        held = self._host_length()
+        held = held_tokens(self.lengths)
         num_new = key_states.shape[2]
         if held is not None and held + num_new > self.max_cache_len:
-            raise ValueError(
-                f"PagedCache is full: {held} tokens held and {num_new} new ones, but "
-                f"max_cache_len is {self.max_cache_len}; make it larger"
-            )
+            raise ValueError(full_message("PagedCache", held, num_new, self.max_cache_len))
 
-    def _host_length(self) -> int | None:
-        """Longest length if the host can tell without waiting for a device."""
-        if self._known_length is None and self.lengths.device.type == "cpu":
-            self._known_length = int(self.lengths.max())
-        return self._known_length
+    def _check_layer(self, layer_idx: int) -> None:
+        """Refuse the layers of a model with fewer or more of them than the cache was made for."""
+        if layer_idx == 0:
+            self._check_ended()
+            return
+        # An MTP layer announces itself, so this is the forward that the cache took for ended.
+        is_decoder = self._is_counted
+        if layer_idx < len(self.layers) and not is_decoder:
+            return
+        self._take_back()
+        num_mtp_layers = len(self.layers) - self.num_decoder_layers
+        raise ConfigError(
+            f"PagedCache was made for {self.num_decoder_layers} decoder layers and "
+            f"{num_mtp_layers} MTP layers, but layer {layer_idx} "
+            f"{'of the model ' if is_decoder else ''}writes to it; make it from the config of the "
+            "model that runs (num_hidden_layers)"
+            + (
+                ""
+                if is_decoder
+                else f", with num_mtp_layers={layer_idx - self.num_decoder_layers + 1} if that is "
+                "an MTP layer"
+            )
+        )
+
+    def _check_ended(self) -> None:
+        """Raise if the last forward never wrote the last layer, so that nothing counted it."""
+        if self._open_layer is None or not self.auto_advance:
+            return
+        written, num_layers = self._open_layer + 1, self.num_decoder_layers
+        if written == num_layers:
+            what = (
+                f"all {num_layers} decoder layers, but no index keys of the last one, which is "
+                "'full' in the cache's config (indexer_types)"
+            )
+        else:
+            what = f"the first {written} of {num_layers} decoder layers (num_hidden_layers)"
+        raise ConfigError(
+            f"PagedCache: the last forward wrote {what}, so its tokens were not counted. Make the "
+            "cache from the config of the model that runs; after a forward that was interrupted, "
+            "cache.set_lengths(cache.lengths) lets its step be run again"
+        )
 
     def _end_forward(self, num_tokens: int) -> None:
+        self._open_layer, self._is_counted = None, self.auto_advance
+        if not torch.compiler.is_compiling():
+            self._counted_tokens = num_tokens
         if self.auto_advance:
             self._count(num_tokens)
-            advance(self.lengths, num_tokens)
+
+    def _take_back(self) -> None:
+        """Undo the count of a forward that goes on behind the layer that seemed its last."""
+        if self._is_counted and not torch.compiler.is_compiling():
+            self._count(-self._counted_tokens)
+        self._forget_forward()
+
+    def _forget_forward(self) -> None:
+        self._open_layer, self._is_counted = None, False
 
     def _count(self, num_tokens: int) -> None:
-        # Traced code only forgets the number: reading it would be a guard, and a recompile a step.
-        if torch.compiler.is_compiling():
-            self._known_length = None
-        elif self._known_length is not None:
-            self._known_length += num_tokens
+        held = self._held()
+        advance(self.lengths, num_tokens)
+        self._note(None if held is None else held + num_tokens)
+
+    def _held(self) -> int | None:
+        """`held_tokens` outside of traced code, which must not read it: a recompile a step."""
+        return None if torch.compiler.is_compiling() else held_tokens(self.lengths)
+
+    def _note(self, held: int | None) -> None:
+        # Traced code needs none: the write itself makes the old note void.
+        if not torch.compiler.is_compiling():
+            note_held(self.lengths, held)
 
     def _refuse_ragged(self, wanted: str) -> None:
         if self._is_ragged:

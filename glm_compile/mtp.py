@@ -123,6 +123,7 @@ class GlmMoeDsaMtp(nn.Module):
         Returns:
             Hidden states after `shared_head.norm` [B,S,C] and the selected positions int32 [B,S,K].
         """
+        cache.begin_mtp_step()
         if attention_mask is None:
             attention_mask = cache.causal_mask(input_ids_BS.shape[1], self._mask_dtype(hidden_BSC))
         return self._step(

@@ -11,6 +11,7 @@ what they matched.
 from __future__ import annotations
 
 import logging
+import operator
 import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -20,6 +21,7 @@ import torch
 from torch import fx
 
 from glm_compile import inner, report
+from glm_compile.capacity import watch_capacity
 from glm_compile.errors import MatchError, UnsupportedError
 from glm_compile.fx_passes import make_passes
 from glm_compile.fx_passes._dynamo_graph import (
@@ -93,6 +95,7 @@ class GraphFacts:
         num_indexers: calls of indexers.
         num_attentions: calls of attention.
         linears: the calls of linears over a parameter.
+        num_linear_norms: norms of a linear's output that only bf16 linears read.
         has_fp8_keys: whether the cache stores FP8 index keys.
         is_model_code: whether code of the model made any node.
     """
@@ -102,6 +105,7 @@ class GraphFacts:
     num_indexers: int
     num_attentions: int
     linears: tuple[LinearFacts, ...]
+    num_linear_norms: int
     has_fp8_keys: bool
     is_model_code: bool
 
@@ -133,6 +137,7 @@ class GraphFacts:
             "indexer_topk": self.num_indexers,
             "merge_linears": len(groups),
             "bf16_linear": len(is_bf16),
+            "rms_norm_linear": self.num_linear_norms,
         }
         return {name: counts[name] for name in PASS_NAMES if name not in disabled}
 
@@ -151,6 +156,7 @@ def read_facts(graph_module: fx.GraphModule) -> GraphFacts:
     calls: dict[str, set[str]] = {_INDEXER_CLASS: set(), _ATTENTION_CLASS: set()}
     layers: set[str] = set()
     linears = []
+    norms: set[fx.Node] = set()
     has_fp8_keys = is_model_code = False
     used = _used_nodes(graph_module.graph)
     for node in graph_module.graph.nodes:
@@ -172,6 +178,9 @@ def read_facts(graph_module: fx.GraphModule) -> GraphFacts:
             linear = _read_linear(node)
             if linear is not None:
                 linears.append(linear)
+                source = _read_from(node.all_input_nodes[0], _VIEWS + _CASTS)
+                if _is_norm_of_linear(source) and _feeds_bf16_linears_only(source, used):
+                    norms.add(source)
         elif "fp8" in getattr(node.target, "__name__", "") and "paged" in str(node.target):
             has_fp8_keys = True
     return GraphFacts(
@@ -180,6 +189,7 @@ def read_facts(graph_module: fx.GraphModule) -> GraphFacts:
         len(calls[_INDEXER_CLASS]),
         len(calls[_ATTENTION_CLASS]),
         tuple(linears),
+        len(norms),
         has_fp8_keys,
         is_model_code or bool(classes),
     )
@@ -221,12 +231,14 @@ def compile_graph(
     job = _Job(options, facts, example_inputs, is_analysis)
     job.check_options()
     job.check_is_model()
+    watch = watch_capacity(graph_module)
     job.rewrite_dynamo_graph(graph_module)
     kinds = job.split(graph_module)
     compiled = [job.compile_kind(kind) for kind in kinds.kinds]
     job.conclude()
     job.lay_out_weights()
-    return kinds.make_runner(compiled), job.report
+    runner = kinds.make_runner(compiled)
+    return runner if watch is None else watch.around(runner), job.report
 
 
 class _Job:
@@ -557,6 +569,68 @@ def _read_from(node: fx.Node, methods: Sequence[str]) -> fx.Node:
     while node.op == "call_method" and node.target in methods and isinstance(node.args[0], fx.Node):
         node = node.args[0]
     return node
+
+
+def _is_norm_of_linear(node: fx.Node) -> bool:
+    """Whether the model's RMSNorm made `node`, with its weight last, from what a linear made."""
+    norm = _innermost_module(node)
+    operands = [a for a in node.args if isinstance(a, fx.Node)]
+    if norm is None or not norm[1].endswith("RMSNorm") or node.target is not operator.mul:
+        return False
+    if len(operands) != 2 or not any(parameter_name(operand) for operand in operands):
+        return False
+    inputs: set[fx.Node] = set()
+    front, seen = [node], {node}
+    while front:
+        for source in front.pop().all_input_nodes:
+            if source in seen or parameter_name(source) is not None:
+                continue
+            seen.add(source)
+            if _innermost_module(source) == norm:
+                front.append(source)
+            else:
+                inputs.add(source)
+    return len(inputs) == 1 and _is_linear(_part_of(inputs.pop()))
+
+
+def _part_of(node: fx.Node) -> fx.Node:
+    """The node of which `node` is a view, or a part that was split off."""
+    while True:
+        source = _read_from(node, _VIEWS)
+        if source.target is operator.getitem and isinstance(source.args[0], fx.Node):
+            split = source.args[0]
+            if split.target in (torch.split, "split") and isinstance(split.args[0], fx.Node):
+                source = split.args[0]
+        if source is node:
+            return node
+        node = source
+
+
+def _innermost_module(node: fx.Node) -> tuple[str, str] | None:
+    """(key, class name) of the module that made a node."""
+    stack = node.meta.get("nn_module_stack")
+    if not stack:
+        return None
+    key, (_path, module_class) = list(stack.items())[-1]
+    return key, _class_name(module_class)
+
+
+def _is_linear(node: fx.Node) -> bool:
+    return node.op == "call_function" and node.target is torch.nn.functional.linear
+
+
+def _feeds_bf16_linears_only(node: fx.Node, used: set[fx.Node]) -> bool:
+    for user in node.users:
+        if user not in used:
+            continue
+        if user.op == "call_method" and user.target in _VIEWS + _CASTS:
+            if not _feeds_bf16_linears_only(user, used):
+                return False
+            continue
+        linear = _read_linear(user) if _is_linear(user) else None
+        if linear is None or not linear.dtype == linear.input_dtype == torch.bfloat16:
+            return False
+    return True
 
 
 def _dtype_of(node: fx.Node) -> torch.dtype | None:

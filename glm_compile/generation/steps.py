@@ -247,17 +247,15 @@ class Steps:
     def _make_cache(self, batch_size: int, num_tokens: int, num_mtp_layers: int) -> PagedCache:
         model = self.model
         is_fp8 = (self.compiler.options if self.compiler else {}).get("indexer_dtype") == "fp8"
-        # Tensors made in inference mode could not be written in a later call outside of it.
-        with torch.inference_mode(False):
-            cache = PagedCache(
-                model.config,
-                batch_size,
-                num_tokens,
-                dtype=model.lm_head.weight.dtype,
-                index_dtype=torch.float8_e4m3fn if is_fp8 else None,
-                device=model.model.embed_tokens.weight.device,
-                num_mtp_layers=num_mtp_layers,
-            )
+        cache = PagedCache(
+            model.config,
+            batch_size,
+            num_tokens,
+            dtype=model.lm_head.weight.dtype,
+            index_dtype=torch.float8_e4m3fn if is_fp8 else None,
+            device=model.model.embed_tokens.weight.device,
+            num_mtp_layers=num_mtp_layers,
+        )
         cache.auto_advance = False
         return cache
 

@@ -6,9 +6,11 @@ import pytest
 import torch
 
 from glm_compile.cache import FP8, PagedCache
-from glm_compile.errors import UnsupportedError
+from glm_compile.capacity import held_tokens
+from glm_compile.errors import ConfigError, UnsupportedError
 from glm_compile.model_facts import GlmDsaConfig
 from tests.checkpoints import release_config
+from tests.compiling import compile_model
 from tests.tiny_models import CACHE_ARGUMENT, tiny_config, tiny_model
 
 # Rounding of two paths of a 4-layer float32 model; logits are of order 5.
@@ -322,6 +324,122 @@ class TestLengths:
         assert cache.get_max_length() == 20 and cache.get_mask_sizes(1, 0) == (20, 0)
 
 
+def longer_config(num_layers, **overrides):
+    """`tiny_config` with other layers behind the first ones, so that both fit one model."""
+    types = ["full", "full", "shared", "full", "shared", "full"][:num_layers]
+    return tiny_config(**{"num_hidden_layers": num_layers, "indexer_types": types, **overrides})
+
+
+def eager(model):
+    return model
+
+
+def through_aot(model):
+    return torch.compile(model, backend="aot_eager", fullgraph=True)
+
+
+def through_glm(model):
+    return compile_model(model)
+
+
+class TestNumberOfLayers:
+    """A cache made from another config than the model's."""
+
+    @pytest.mark.parametrize("way", [eager, through_aot, through_glm])
+    def test_more_layers_than_the_model_runs_are_an_error_of_the_next_step(self, way):
+        model = tiny_model()
+        cache = PagedCache(longer_config(6), 1, 64)
+        ids = random_ids(1, 30)
+        called = way(model)
+        step(called, ids[:, :20], cache)
+        pages = [layer.latent_pages.clone() for layer in cache.layers]
+        with pytest.raises(Exception, match="the first 4 of 6 decoder layers"):
+            step(called, ids[:, 20:], cache)
+        assert all(torch.equal(a, b.latent_pages) for a, b in zip(pages, cache.layers))
+        assert cache.lengths.tolist() == [0]
+
+    @pytest.mark.parametrize(
+        "use",
+        [
+            lambda cache: cache.get_seq_length(),
+            lambda cache: cache.crop(-1),
+            lambda cache: cache.advance(1),
+        ],
+    )
+    def test_nothing_counts_from_where_it_did_not_end(self, use):
+        model = tiny_model()
+        cache = PagedCache(longer_config(5), 1, 64)
+        step(model, random_ids(1, 20), cache)
+        with pytest.raises(ConfigError, match="the first 4 of 5 decoder layers"):
+            use(cache)
+        cache.reset()
+        step(model, random_ids(1, 20), cache)
+
+    def test_upstream_generate_says_so_behind_its_first_step(self):
+        model = tiny_model()
+        with pytest.raises(ConfigError, match="the first 4 of 5 decoder layers"):
+            generate(model, random_ids(1, 9), PagedCache(longer_config(5), 1, 64))
+
+    @pytest.mark.parametrize("way", [eager, through_aot])
+    def test_a_last_layer_without_its_indexer_is_an_error_of_the_next_step(self, way):
+        types = ["full", "full", "shared", "shared"]
+        model = tiny_model(tiny_config(indexer_types=types))
+        cache = PagedCache(tiny_config(), 1, 64)
+        called = way(model)
+        step(called, random_ids(1, 9), cache)
+        with pytest.raises(Exception, match="all 4 decoder layers, but no index keys of the last"):
+            step(called, random_ids(1, 1), cache)
+
+    def test_a_last_layer_with_an_indexer_too_many_is_not_counted(self):
+        cache = PagedCache(tiny_config(indexer_types=["full", "full", "shared", "shared"]), 1, 64)
+        with pytest.raises(ConfigError, match="layer 3 is 'shared'"):
+            step(tiny_model(), random_ids(1, 9), cache)
+        assert cache.lengths.tolist() == [0]
+
+    @pytest.mark.parametrize("way", [eager, through_aot, through_glm])
+    @pytest.mark.parametrize("num_mtp_layers", [0, 1, 2])
+    @pytest.mark.parametrize("num_layers", [2, 3])
+    def test_fewer_layers_than_the_model_runs_are_an_error(self, way, num_mtp_layers, num_layers):
+        model = tiny_model()
+        cache = PagedCache(longer_config(num_layers), 1, 64, num_mtp_layers=num_mtp_layers)
+        cache.set_lengths(5)
+        with pytest.raises(
+            Exception, match=f"made for {num_layers} decoder layers and {num_mtp_layers} MTP layers"
+        ):
+            step(way(model), random_ids(1, 20), cache)
+        assert cache.lengths.tolist() == [5]
+
+    def test_the_caller_who_counts_may_leave_layers_out(self):
+        model = tiny_model()
+        ids = random_ids(1, 30)
+        cache = PagedCache(longer_config(6), 1, 64)
+        cache.auto_advance = False
+        step(model, ids[:, :20], cache)
+        cache.advance(20)
+        logits = step(model, ids[:, 20:], cache)
+        torch.testing.assert_close(logits, no_cache(model, ids)[:, 20:], **TOLERANCE)
+
+    def test_a_step_that_was_interrupted_is_said_and_can_be_run_again(self):
+        model = tiny_model()
+        ids = random_ids(1, 30)
+        cache = PagedCache(model.config, 1, 64)
+        step(model, ids[:, :20], cache)
+
+        def interrupt(*_):
+            raise KeyboardInterrupt
+
+        handle = model.model.layers[2].mlp.register_forward_pre_hook(interrupt)
+        with pytest.raises(KeyboardInterrupt):
+            step(model, ids[:, 20:], cache)
+        handle.remove()
+        with pytest.raises(ConfigError, match=r"interrupted, cache.set_lengths.cache.lengths"):
+            step(model, ids[:, 20:], cache)
+        cache.set_lengths(cache.lengths)
+        logits = step(model, ids[:, 20:], cache)
+        torch.testing.assert_close(logits, no_cache(model, ids)[:, 20:], **TOLERANCE)
+        assert cache.lengths.tolist() == [30]
+
+
 class TestBatch:
     def test_reorder_copies_sequences(self):
         model = tiny_model()
@@ -499,4 +617,4 @@ def test_counts_that_leave_the_cache_are_refused(count):
     cache.advance(44)
     cache.crop(torch.tensor(-2))
     assert cache.lengths.tolist() == [62, 62]
-    assert cache._known_length == 62 and isinstance(cache._known_length, int)
+    assert held_tokens(cache.lengths) == 62

@@ -442,7 +442,7 @@ def test_a_cache_without_mtp_rows_is_refused_with_the_reason():
     model = tiny_model()
     cache = PagedCache(model.config, 1, 64)
     ids, at = torch.tensor([[3]]), torch.tensor([[0]])
-    with pytest.raises(ValueError, match=r"4 layers, but layer 4 writes.*num_mtp_layers=1"):
+    with pytest.raises(ValueError, match=r"0 MTP layers, but layer 4 writes.*num_mtp_layers=1"):
         random_mtp(model).extend(ids, torch.randn(1, 1, 128), at, None, cache)
 
 
@@ -463,3 +463,26 @@ def test_the_model_and_its_mtp_layer_fill_one_cache():
     for layer in cache.layers:
         rows = layer.latent_pages.flatten(0, 1)
         assert rows[:20].any(-1).all() and not rows[20:].any()
+
+
+@pytest.mark.parametrize("compiled", [False, True])
+def test_tokens_that_were_counted_already_are_refused(compiled):
+    """Rows of the MTP layer would lie behind those of the tokens that they belong to."""
+    model = tiny_model()
+    mtp = random_mtp(model)
+    ids = torch.randint(0, 500, (1, 9))
+    cache = PagedCache(model.config, 1, 64, num_mtp_layers=1)
+    model(ids, **{CACHE_ARGUMENT: cache})
+
+    def extend(ids, hidden):
+        return mtp.extend(ids, hidden, positions(cache, 9), None, cache)[0]
+
+    called = torch.compile(extend, backend="aot_eager", fullgraph=True) if compiled else extend
+    arguments = next_ids(ids), hidden_states(model, ids)
+    with pytest.raises(Exception, match=r"auto_advance has counted .* cache.auto_advance = False"):
+        called(*arguments)
+    assert cache.lengths.tolist() == [9]
+    cache.crop(-9)
+    fresh = empty_cache(model)
+    expected, _ = mtp.extend(*arguments, positions(fresh, 9), None, fresh)
+    torch.testing.assert_close(called(*arguments), expected, **TOLERANCE)
