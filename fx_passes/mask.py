@@ -26,7 +26,6 @@ keep their nodes and stay right.
 from __future__ import annotations
 
 import operator
-from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -91,12 +90,10 @@ class Bounds:
     key_mask: fx.Node | None
 
 
-def prove_mask(
-    graph_module: fx.GraphModule, example_inputs: Sequence[Any] | None = None
-) -> MaskResult:
+def prove_mask(graph_module: fx.GraphModule) -> MaskResult:
     """Replace masked top-k and masked attention by ops that take bounds, in place.
 
-    Run `mark_attention` first. `example_inputs` is not needed: Dynamo's graphs carry their values.
+    Run `mark_attention` first. Shapes and dtypes are those that Dynamo left in the graph.
     """
     return _Prover(graph_module).run()
 

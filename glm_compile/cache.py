@@ -471,6 +471,12 @@ class PagedCache(Cache):
                 f"{key_states.shape[0]} sequences (beam search and num_return_sequences multiply "
                 "the batch); make it with that batch_size"
             )
+        device = self.layers[layer_idx].latent_pages.device
+        if key_states.device != device:
+            raise ValueError(
+                f"PagedCache is on {device} but the model computes on {key_states.device}; make it "
+                f'with device="{key_states.device}"'
+            )
         if key_states.dtype != self.dtype:
             raise ValueError(
                 f"PagedCache holds {self.dtype} but the model computes {key_states.dtype}; make it "

@@ -1,7 +1,8 @@
 """Command line: `glm-compile generate | explain | bench | verify-checkpoint`.
 
 Exit codes: 0 done, 1 `explain` found something unmatched, 2 an error (one message on stderr;
-`--debug` shows where it came from).
+`--debug` shows where it came from), 130 interrupted (Ctrl-C), 141 nobody reads the output any more
+(`| head`).
 """
 
 from __future__ import annotations

@@ -324,7 +324,7 @@ class _Job:
         marked = mark_attention(graph_module)
         after = graph_text(graph_module)
         self.report.graphs.append(GraphDump("model", "mark_attention", before, after))
-        result = prove_mask(graph_module, self.example_inputs)
+        result = prove_mask(graph_module)
         self.report.graphs.append(GraphDump("model", "mask", after, graph_text(graph_module)))
         self.report.matches["mask"] = result.num_matches
         self.report.mask_route = result.route

@@ -11,6 +11,7 @@ from safetensors.torch import save_file
 from transformers import GlmMoeDsaForCausalLM
 
 from glm_compile.mtp import GlmMoeDsaMtp
+from tests.tiny_models import randomize
 
 Tensors = dict[str, torch.Tensor]
 
@@ -21,15 +22,7 @@ def random_mtp(model: GlmMoeDsaForCausalLM, *, seed: int = 1, std: float = 0.1) 
     """MTP layer of `model` with random weights, in the model's dtype."""
     torch.manual_seed(seed)
     mtp = GlmMoeDsaMtp(model)
-    with torch.no_grad():
-        for name, parameter in mtp.named_parameters():
-            if parameter.dim() > 1:
-                parameter.normal_(0.0, std)
-            elif "norm" in name and name.endswith("weight"):
-                parameter.uniform_(0.5, 1.5)
-            elif name.endswith("bias"):
-                parameter.normal_(0.0, 0.1)
-        mtp.layer.mlp.gate.e_score_correction_bias.normal_(0.0, 0.05)
+    randomize(mtp, std)
     return mtp
 
 

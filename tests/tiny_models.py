@@ -71,17 +71,7 @@ def tiny_model(
     config = config or tiny_config()
     config._attn_implementation = attention
     model = GlmMoeDsaForCausalLM(config).eval().requires_grad_(False)
-    with torch.no_grad():
-        for name, parameter in model.named_parameters():
-            if parameter.dim() > 1:
-                parameter.normal_(0.0, std)
-            elif "norm" in name and name.endswith("weight"):
-                parameter.uniform_(0.5, 1.5)
-            elif name.endswith("bias"):
-                parameter.normal_(0.0, 0.1)
-        for name, buffer in model.named_buffers():
-            if name.endswith("e_score_correction_bias"):
-                buffer.normal_(0.0, 0.05)
+    randomize(model, std)
     if dtype != torch.float32:
         # As from_pretrained does: the router's correction bias stays in float32.
         biases = {n: b.clone() for n, b in model.named_buffers() if n.endswith("correction_bias")}
@@ -92,3 +82,18 @@ def tiny_model(
             setattr(model.get_submodule(owner), leaf, bias)
         model.model.rotary_emb.inv_freq = inv_freq
     return model
+
+
+def randomize(module: torch.nn.Module, std: float) -> None:
+    """Give a model or an MTP layer random weights, norms near one and a router's bias."""
+    with torch.no_grad():
+        for name, parameter in module.named_parameters():
+            if parameter.dim() > 1:
+                parameter.normal_(0.0, std)
+            elif "norm" in name and name.endswith("weight"):
+                parameter.uniform_(0.5, 1.5)
+            elif name.endswith("bias"):
+                parameter.normal_(0.0, 0.1)
+        for name, buffer in module.named_buffers():
+            if name.endswith("e_score_correction_bias"):
+                buffer.normal_(0.0, 0.05)

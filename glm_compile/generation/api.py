@@ -22,6 +22,7 @@ from glm_compile.generation.request import (
     build_request,
     check_capacity,
     check_cuda_graph,
+    check_device,
     check_draft_arguments,
     check_model,
     check_model_kwargs,
@@ -112,7 +113,9 @@ def generate(
     plain_model, compiler = unwrap_compiled(model)
     if mtp is not None:
         check_mtp_fits(plain_model, mtp)
-    check_cuda_graph(cuda_graph, plain_model.model.embed_tokens.weight.device)
+    device = plain_model.model.embed_tokens.weight.device
+    check_device(input_ids, device)
+    check_cuda_graph(cuda_graph, device)
     arguments: dict[str, Any] = {
         "mtp": mtp,
         "num_drafts": num_drafts,

@@ -106,6 +106,15 @@ def check_model(model: Any) -> None:
         )
 
 
+def check_device(input_ids: torch.Tensor, device: torch.device) -> None:
+    """Raise for a prompt that is not where the model is."""
+    if input_ids.device != device:
+        raise ValueError(
+            f"generate: input_ids are on {input_ids.device}, the model is on {device}; move them: "
+            f'input_ids.to("{device}")'
+        )
+
+
 def check_mtp_fits(model: Any, mtp: Any) -> None:
     """Raise for an MTP layer of another size, dtype or device than the model."""
     ours, theirs = model.lm_head.weight, getattr(getattr(mtp, "eh_proj", None), "weight", None)

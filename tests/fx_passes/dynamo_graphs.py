@@ -37,7 +37,7 @@ class Recorder:
         self.graphs.append(graph_module)
         if self.rewrite:
             self.marked.append(mark_attention(graph_module))
-            self.masks.append(prove_mask(graph_module, example_inputs))
+            self.masks.append(prove_mask(graph_module))
         if not self.kinds:
             return graph_module.forward
         try:

@@ -527,6 +527,20 @@ class TestTensors:
         cache = PagedCache(model.config, 1, 64, dtype=torch.bfloat16)
         assert step(model, random_ids(1, 4), cache).isfinite().all()
 
+    def test_the_models_device_is_checked(self):
+        cache = PagedCache(tiny_config(), 1, 64, dtype=torch.float32, device="meta")
+        with pytest.raises(ValueError, match=r'is on meta .* computes on cpu; .* device="cpu"'):
+            cache.update(torch.zeros(1, 1, 2, 64), torch.zeros(1, 1, 2, 64), 0)
+
+    @pytest.mark.gpu
+    @pytest.mark.parametrize("devices", [("cpu", "cuda:0"), ("cuda:0", "cpu")])
+    def test_a_step_on_another_device_names_both(self, devices):
+        model = tiny_model().to(devices[0])
+        cache = PagedCache(model.config, 1, 64, device=devices[1])
+        with pytest.raises((ValueError, RuntimeError), match="cuda:0") as raised:
+            step(model, random_ids(1, 4).to(devices[0]), cache)
+        assert "cpu" in str(raised.value)
+
     @pytest.mark.parametrize("name", ["batch_size", "max_cache_len"])
     def test_sizes_are_positive(self, name):
         sizes = {"batch_size": 1, "max_cache_len": 1} | {name: 0}

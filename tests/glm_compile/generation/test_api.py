@@ -656,3 +656,18 @@ def test_more_drafts_than_tokens_are_not_made(model: Any) -> None:
         model, ids, mtp=mtp, num_draft_tokens=10**6, max_new_tokens=3, do_sample=False
     )
     assert torch.equal(got, model.generate(ids, max_new_tokens=3, do_sample=False))
+
+
+# Any other device shows it; `meta` is one that every machine has.
+@pytest.mark.parametrize("other", ["meta", pytest.param("cuda:0", marks=pytest.mark.gpu)])
+@pytest.mark.parametrize("is_model_elsewhere", [False, True])
+def test_a_prompt_elsewhere_than_the_model_is_named(other: str, is_model_elsewhere: bool) -> None:
+    model, ids = tiny_model(), prompt_of(5)
+    model, ids = (model.to(other), ids) if is_model_elsewhere else (model, ids.to(other))
+    found = ("cpu", other) if is_model_elsewhere else (other, "cpu")
+    message = "input_ids are on {}, the model is on {}; move them".format(*found)
+    with pytest.raises(ValueError, match=message):
+        glm_compile.generate(model, ids, max_new_tokens=2)
+    if other != "meta":
+        with pytest.raises(ValueError, match=message):
+            model.generate(ids, custom_generate=glm_compile.generate, max_new_tokens=2)
