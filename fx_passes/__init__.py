@@ -20,14 +20,16 @@ def make_passes(options: PassOptions) -> tuple[GraphPass, ...]:
     from glm_compile.fx_passes.indexer_prologue import IndexerPrologue
     from glm_compile.fx_passes.indexer_topk import IndexerTopk
     from glm_compile.fx_passes.merge_linears import MergeLinears
+    from glm_compile.fx_passes.rms_norm_linear import RmsNormLinear
 
     # Each is correct alone, so any may be disabled: indexer_topk turns the scores into ops,
     # indexer_prologue looks for those ops' producers, merge_linears takes what shares an input,
-    # bf16_linear what is left.
+    # bf16_linear what is left, rms_norm_linear the norms before either.
     passes: tuple[GraphPass, ...] = (
         IndexerTopk(options),
         IndexerPrologue(options),
         MergeLinears(options),
         Bf16Linear(options),
+        RmsNormLinear(options),
     )
     return tuple(p for p in passes if p.name not in options.disable)

@@ -437,6 +437,66 @@ def _variance_of(inverse: fx.Node) -> tuple[float, fx.Node] | None:
     return None
 
 
+@dataclass(frozen=True)
+class RmsNorm:
+    """RMSNorm over the last dimension, rounded to x's dtype before the weight comes in.
+
+    Attributes:
+        node: result.
+        x: the input before the cast to fp32.
+        weight: vector, in x's dtype.
+        eps: added to the mean of squares.
+    """
+
+    node: fx.Node
+    x: fx.Node
+    weight: fx.Node
+    eps: float
+
+
+def rms_norm(node: Any) -> RmsNorm | None:
+    """The RMSNorm of the model that made `node`, or None: weight * cast(x * rsqrt(mean(x^2) + e)).
+
+    x is cast to fp32 before and to its own dtype after, or is fp32 itself.
+    """
+    for weight, rounded in pair(node, aten.mul.Tensor):
+        if not isinstance(rounded, fx.Node) or not _is_vector(weight) or is_cast(weight):
+            continue
+        scaled = args(rounded)[0] if is_cast(rounded) else rounded
+        for x_fp32, inverse in pair(scaled, aten.mul.Tensor):
+            if not is_call(inverse, aten.rsqrt.default) or not isinstance(x_fp32, fx.Node):
+                continue
+            eps = _mean_of_squares_of(inverse, x_fp32)
+            x = args(x_fp32)[0] if is_cast(x_fp32) else x_fp32
+            dtypes = (dtype_of(x), dtype_of(rounded), dtype_of(weight))
+            if (
+                eps is not None
+                and dtype_of(x_fp32) == torch.float32
+                and dtypes == (dtype_of(node),) * 3
+            ):
+                return RmsNorm(node, x, weight, eps)
+    return None
+
+
+def _mean_of_squares_of(inverse: fx.Node, x: fx.Node) -> float | None:
+    """The eps of rsqrt(mean(x^2) + eps) over the last dimension, or None."""
+    for mean, eps in pair(args(inverse)[0], aten.add.Tensor, aten.add.Scalar):
+        eps_value = number(eps)
+        if eps_value is None or not is_call(mean, aten.mean.dim):
+            continue
+        arguments = named_args(mean)
+        num_dims = len(shape_of(x))
+        dims = [d % num_dims for d in arguments["dim"] or ()]
+        if dims != [num_dims - 1] or not arguments["keepdim"] or arguments["dtype"] is not None:
+            continue
+        squares = arguments["self"]
+        is_power = is_call(squares, aten.pow.Tensor_Scalar) and args(squares)[1] == 2
+        is_product = is_call(squares, aten.mul.Tensor) and args(squares)[1] is x
+        if (is_power or is_product) and args(squares)[0] is x:
+            return eps_value
+    return None
+
+
 def looks_like_rms_norm(node: fx.Node, depth: int = 8) -> bool:
     """Whether x * rsqrt(mean(x^2) + eps) lies just above `node`."""
     front = [node]

@@ -21,6 +21,7 @@ from glm_compile.fx_passes.canonical import (
     is_view,
     multiplication,
     number,
+    pair,
     peel,
 )
 from glm_compile.fx_passes.layouts import (
@@ -31,6 +32,7 @@ from glm_compile.fx_passes.layouts import (
     dtype_of,
     follow,
     is_call,
+    is_same,
     named_args,
     names,
     regroup,
@@ -108,6 +110,42 @@ def key_store(keys: fx.Node) -> KeyStore:
     if keys.op == "placeholder":
         raise No(f"the index keys are read from {keys.name} and this step stores none")
     return KeyStore("none", keys, keys)
+
+
+def row_store(store: KeyStore) -> tuple[fx.Node, fx.Node] | None:
+    """(cache [B, T, D], position of the step's first key) of a store of consecutive rows.
+
+    The position is an integer tensor of one element. None for every other way to store.
+    """
+    node = store.node
+    if is_call(node, aten.index_copy.default) and args(node)[1] == 1:
+        index = args(node)[2]
+    elif is_call(node, aten.index_put.default, aten._unsafe_index_put.default):
+        indices = args(node)[1]
+        if len(indices) != 2 or indices[0] is not None:
+            return None
+        index = indices[1]
+    else:
+        return None
+    for steps, first in pair(index, aten.add.Tensor):
+        is_steps = _is_range(steps, shape_of(store.new)[1])
+        if is_steps and isinstance(first, fx.Node) and shape_of(first) in ((), (1,)):
+            return args(node)[0], first
+    return None
+
+
+def _is_range(node: Any, length: Any) -> bool:
+    """Whether a node is 0, 1, ..., length - 1."""
+    if is_call(node, torch.ops.prims.iota.default):
+        start_and_step = (node.kwargs.get("start"), node.kwargs.get("step"))
+    elif is_call(node, aten.arange.default):
+        start_and_step = (0, 1)
+    elif is_call(node, aten.arange.start, aten.arange.start_step):
+        arguments = named_args(node)
+        start_and_step = (arguments["start"], arguments.get("step", 1))
+    else:
+        return False
+    return start_and_step == (0, 1) and is_same(shape_of(node)[0], length)
 
 
 def functionalized_write(node: fx.Node) -> tuple[Any, dict[str, Any]] | None:

@@ -9,9 +9,12 @@ Targets `GlmMoeDsaIndexer.forward` and `apply_rotary_pos_emb_interleave` of tran
 
     q, k, weights = glm.indexer_prologue(wq_b's view, wk, weights_proj, norm, cos, sin)
 
-The store of k stays what it was. FP8 tier, once `indexer_topk` reads FP8 pages: the quantisation of
-q, the store of k and the folding of q's scale go in as well, and the pages are mutated in place:
+Where k is stored in pages, or in consecutive rows of a graph input from a counter on (StaticCache),
+the store goes in as well; of other caches it stays what it was. FP8 tier, once `indexer_topk` reads
+FP8 pages: so do the quantisation of q and the folding of q's scale. The cache is mutated in place:
 
+    q, weights, keys' = glm.indexer_prologue_rows(..., keys, first)
+    q, weights, pages' = glm.indexer_prologue_paged(..., pages, block_table, lengths)
     q8, weights, pages' = glm.indexer_prologue_fp8(..., pages, block_table, lengths)
 
 Declines where the norm is not a LayerNorm with weight and bias, a cast or another op lies inside, q
@@ -66,6 +69,28 @@ class Prologue:
     store: KeyStore
 
 
+@dataclass(frozen=True)
+class Store:
+    """A store of the new keys that the op does itself.
+
+    Attributes:
+        target: the higher-order op that functionalizes `op`.
+        op: the op with the store.
+        arguments: what `op` takes besides the prologue's own inputs, as `target` takes it.
+        result: the cache after the store.
+    """
+
+    target: Any
+    op: Any
+    arguments: dict[str, Any]
+    result: fx.Node
+
+    def inputs(self) -> list[fx.Node]:
+        """The nodes among the arguments."""
+        values = [*self.arguments.values(), *self.arguments.get("_all_bases", ())]
+        return [value for value in values if isinstance(value, fx.Node)]
+
+
 class IndexerPrologue:
     """Replace each indexer's norm, rotations and head weights by one op; see the module."""
 
@@ -112,14 +137,17 @@ class IndexerPrologue:
             found = _walk(q, weights, pages)
         if self.options.indexer_dtype == "fp8":
             raise No(NEEDS_FP8_CACHE)
-        _check_no_other_users(found, [found.q_out, found.k_out, found.weights_out])
+        stored = _exact_store(found)
+        if stored is not None:
+            outputs = [found.q_out, found.weights_out, stored.result]
+            self._rewrite_with_store(graph, anchor, found, outputs, stored)
+            return
         outputs = [found.q_out, found.k_out, found.weights_out]
+        _check_no_other_users(found, outputs)
         point = _make_room(graph, found, outputs, [])
         build = Builder(graph, point, anchor)
         call = build.call(glm.indexer_prologue.default, *_arguments(build, found), "")
-        for i, old in enumerate(outputs):
-            old.replace_all_uses_with(build.view_like(build.item(call, i), old))
-        refresh(graph, build.made)
+        _hand_over(build, call, outputs)
         erase_dead(graph, outputs)
 
     def _rewrite_fp8(self, graph: fx.Graph, anchor: fx.Node, quantised: fx.Node) -> None:
@@ -129,35 +157,78 @@ class IndexerPrologue:
         found = _walk(layouts.args(quant)[0], weights, pages, quant)
         if found.store.kind != "paged_write_fp8":
             raise No(NEEDS_FP8_CACHE)
-        head_dim = layouts.shape_of(found.norm.x)[-1]
         outputs = [quantised, found.weights_out, pages]
-        _check_no_other_users(found, outputs)
-        write = found.store.node
-        arguments: dict[str, Any] = dict(write.kwargs)
-        point = _make_room(
-            graph,
-            found,
-            outputs,
-            [arguments["block_table"], arguments["lengths_B"], *arguments["_all_bases"]],
-        )
-        build = Builder(graph, point, anchor)
+        stored = _paged_store(found, glm.indexer_prologue_fp8.default, pages)
         # The op multiplies by D^-0.5 itself, so that part of the graph's factor is left out here.
-        inputs = _arguments(build, found, factor=head_dim**0.5)
-        op = glm.indexer_prologue_fp8.default
-        schema_names = [argument.name for argument in op._schema.arguments]
+        factor = layouts.shape_of(found.norm.x)[-1] ** 0.5
+        self._rewrite_with_store(graph, anchor, found, outputs, stored, factor)
+
+    def _rewrite_with_store(
+        self,
+        graph: fx.Graph,
+        anchor: fx.Node,
+        found: Prologue,
+        outputs: list[fx.Node],
+        stored: Store,
+        factor: float = 1.0,
+    ) -> None:
+        """An op that mutates the cache, as AOTAutograd would have functionalized it."""
+        _check_no_other_users(found, outputs)
+        point = _make_room(graph, found, outputs, stored.inputs())
+        build = Builder(graph, point, anchor)
+        names = [argument.name for argument in stored.op._schema.arguments]
         call = build.call(
-            write.target,
-            op,
-            **dict(zip(schema_names, inputs)),
-            block_table=arguments["block_table"],
-            lengths_B=arguments["lengths_B"],
+            stored.target,
+            stored.op,
+            **dict(zip(names, _arguments(build, found, factor))),
             backend="",
-            **{name: arg for name, arg in arguments.items() if name.startswith("_")},
+            **stored.arguments,
         )
-        for i, old in enumerate(outputs):
-            old.replace_all_uses_with(build.view_like(build.item(call, i), old))
-        refresh(graph, build.made)
-        erase_dead(graph, [*outputs, quant, write])
+        _hand_over(build, call, outputs)
+        erase_dead(graph, [*outputs, found.store.node])
+
+
+def _exact_store(found: Prologue) -> Store | None:
+    """The store of the exact tier's keys if the op can do it: consecutive rows, or pages."""
+    k_dtype = layouts.dtype_of(found.norm.x)
+    if found.store.kind == "paged_write":
+        pages = _result_of(found.store.node)
+        if pages is None or layouts.dtype_of(pages) != k_dtype:
+            return None
+        return _paged_store(found, glm.indexer_prologue_paged.default, pages)
+    rows = index_scores.row_store(found.store)
+    if rows is None or rows[0].op != "placeholder" or layouts.dtype_of(rows[0]) != k_dtype:
+        return None
+    return Store(
+        torch.ops.higher_order.auto_functionalized_v2,
+        glm.indexer_prologue_rows.default,
+        {"first": rows[1], "_keys_BTD_base_index": 0, "_all_bases": [rows[0]]},
+        found.store.node,
+    )
+
+
+def _paged_store(found: Prologue, op: Any, pages: fx.Node) -> Store:
+    """The store of a functionalized write into pages, whose arguments the op takes over."""
+    write = found.store.node
+    arguments = {
+        name.replace("_pages_", "_key_pages_", 1) if name.startswith("_pages_") else name: value
+        for name, value in write.kwargs.items()
+        if name not in ("new_BSX", "new_BSD")
+    }
+    return Store(write.target, op, arguments, pages)
+
+
+def _result_of(write: fx.Node) -> fx.Node | None:
+    """The buffer after a functionalized write."""
+    results = [user for user in write.users if layouts.is_getitem(user)]
+    return results[0] if len(results) == 1 else None
+
+
+def _hand_over(build: Builder, call: fx.Node, outputs: list[fx.Node]) -> None:
+    """Let each result of the op take the place of what it replaces."""
+    for i, old in enumerate(outputs):
+        old.replace_all_uses_with(build.view_like(build.item(call, i), old))
+    refresh(build.graph, build.made)
 
 
 def _anchors(graph: fx.Graph) -> list[fx.Node]:
@@ -191,7 +262,12 @@ def _is_done(anchor: fx.Node) -> bool:
         return False
     call: Any = layouts.args(source)[0]
     op = layouts.args(call)[0] if "auto_functionalized" in str(call.target) else call.target
-    return op in (glm.indexer_prologue.default, glm.indexer_prologue_fp8.default)
+    return op in (
+        glm.indexer_prologue.default,
+        glm.indexer_prologue_rows.default,
+        glm.indexer_prologue_paged.default,
+        glm.indexer_prologue_fp8.default,
+    )
 
 
 def _walk(q: fx.Node, weights: fx.Node, keys: fx.Node, quant: fx.Node | None = None) -> Prologue:

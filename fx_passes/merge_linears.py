@@ -45,12 +45,12 @@ class MergeLinears:
         result = MergeResult(self.name)
         graph = graph_module.graph
         # A weight lies in one place, also if a run before this one has merged it.
+        glm = torch.ops.glm
         taken = {
             weight
-            for call in graph.find_nodes(
-                op="call_function", target=torch.ops.glm.merged_linear.default
-            )
-            for weight in layouts.args(call)[1]
+            for op, position in ((glm.merged_linear, 1), (glm.rms_norm_linear, 2))
+            for call in graph.find_nodes(op="call_function", target=op.default)
+            for weight in layouts.args(call)[position]
         }
         for readers in _readers_of_one_input(graph):
             for group in self._groups(readers, taken, result):

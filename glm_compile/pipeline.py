@@ -572,7 +572,10 @@ def _read_from(node: fx.Node, methods: Sequence[str]) -> fx.Node:
 
 
 def _is_norm_of_linear(node: fx.Node) -> bool:
-    """Whether the model's RMSNorm made `node`, with its weight last, from what a linear made."""
+    """Whether the model's RMSNorm made `node`, with its weight last, from what a linear made.
+
+    Nothing else may read the linear's output: a residual is no case.
+    """
     norm = _innermost_module(node)
     operands = [a for a in node.args if isinstance(a, fx.Node)]
     if norm is None or not norm[1].endswith("RMSNorm") or node.target is not operator.mul:
@@ -590,7 +593,11 @@ def _is_norm_of_linear(node: fx.Node) -> bool:
                 front.append(source)
             else:
                 inputs.add(source)
-    return len(inputs) == 1 and _is_linear(_part_of(inputs.pop()))
+    if len(inputs) != 1:
+        return False
+    (source,) = inputs
+    is_read_by_norm_only = all(_innermost_module(user) == norm for user in source.users)
+    return is_read_by_norm_only and _is_linear(_part_of(source))
 
 
 def _part_of(node: fx.Node) -> fx.Node:

@@ -9,7 +9,7 @@ rope dim.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -96,14 +96,15 @@ def indexer_prologue_rows(
     interleaved: bool = True,
     gate_scale: float,
     keys_BTD: torch.Tensor,
-    positions_S: torch.Tensor,
+    first: torch.Tensor,
     backend: str | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """`indexer_prologue`, with the keys stored in a contiguous cache.
 
     Args:
-        keys_BTD: in k's dtype, written in place at `[:, positions_S]`.
-        positions_S: int32 or int64; a token whose position is negative or beyond T is not stored.
+        keys_BTD: in k's dtype, written in place at `[:, first + s]`.
+        first: int32 or int64, one element; a token whose position is negative or beyond T is not
+            stored.
         (others): see `indexer_prologue`.
 
     Returns:
@@ -111,12 +112,14 @@ def indexer_prologue_rows(
     """
     op = "indexer_prologue_rows"
     _check(op, q_BSHD, k_BSD, gates_BSH, norm_weight_D, norm_bias_D, cos_BSP, sin_BSP)
-    batch_size, num_steps, head_dim = k_BSD.shape
+    batch_size, _, head_dim = k_BSD.shape
     if keys_BTD.dim() != 3 or keys_BTD.shape[::2] != (batch_size, head_dim):
         raise ValueError(
             f"{op}: keys [{batch_size}, T, {head_dim}] expected, got {tuple(keys_BTD.shape)}"
         )
-    _check_index(op, "positions", positions_S, (num_steps,))
+    if first.numel() != 1:
+        raise ValueError(f"{op}: first must be one number, got shape {tuple(first.shape)}")
+    _check_index(op, "first", first)
     _check_key_dtype(op, keys_BTD, k_BSD)
     return _indexer_prologue_rows_op(
         q_BSHD,
@@ -130,7 +133,7 @@ def indexer_prologue_rows(
         interleaved,
         gate_scale,
         keys_BTD,
-        positions_S,
+        first,
         backend or "",
     )
 
@@ -290,12 +293,10 @@ def _check_table(
             f"{tuple(block_table.shape)} and {tuple(lengths.shape)}"
         )
     for name, tensor in (("block_table", block_table), ("lengths", lengths)):
-        _check_index(op, name, tensor, tensor.shape)
+        _check_index(op, name, tensor)
 
 
-def _check_index(op: str, name: str, tensor: torch.Tensor, shape: Sequence[int]) -> None:
-    if tensor.shape != torch.Size(shape):
-        raise ValueError(f"{op}: {name} must be {list(shape)}, got {tuple(tensor.shape)}")
+def _check_index(op: str, name: str, tensor: torch.Tensor) -> None:
     if tensor.dtype not in INDEX_DTYPES:
         raise ValueError(f"{op}: {name} must be int32 or int64, got {tensor.dtype}")
 
@@ -414,7 +415,7 @@ _indexer_prologue_op = register_op(
     _indexer_prologue_fake,
 )
 _indexer_prologue_rows_op = register_op(
-    f"indexer_prologue_rows({_SHARED_SCHEMA}, Tensor(a!) keys_BTD, Tensor positions_S, "
+    f"indexer_prologue_rows({_SHARED_SCHEMA}, Tensor(a!) keys_BTD, Tensor first, "
     "str backend) -> (Tensor, Tensor)",
     _implementation("indexer_prologue_rows"),
     _stored_fake,

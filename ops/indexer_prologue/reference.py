@@ -71,8 +71,9 @@ def indexer_prologue_reference(
 
 def indexer_prologue_rows_reference(*args: Any) -> tuple[torch.Tensor, torch.Tensor]:
     """Store the exact tier's keys at their positions; return its queries and head weights."""
-    *prologue, keys_BTD, positions_S = args
+    *prologue, keys_BTD, first = args
     q_BSHD, k_BSD, weights_BSH = indexer_prologue_reference(*prologue)
+    positions_S = first.view(1) + torch.arange(k_BSD.shape[1], device=first.device)
     is_stored = (positions_S >= 0) & (positions_S < keys_BTD.shape[1])
     keys_BTD[:, positions_S[is_stored]] = k_BSD[:, is_stored].to(keys_BTD.dtype)
     return q_BSHD, weights_BSH

@@ -82,7 +82,7 @@ def find_place(
     if TO == FRESH:
         return token, token * 0, step >= 0
     elif TO == ROWS:
-        position = tl.load(positions + step).to(tl.int64)
+        position = tl.load(positions).to(tl.int64) + step
         is_stored = (position >= 0) & (position < num_columns)
         return sequence, position, is_stored
     else:
@@ -280,7 +280,7 @@ def launch(
     Args:
         keys: where the keys go; `to` says what it is.
         table: block table of pages.
-        positions: tokens already cached [B] for pages; the positions themselves [S] for rows.
+        positions: tokens already cached: [B] for pages, one number for rows.
         num_rows: T, for rows.
         config: for measurements; None takes the default.
     """
@@ -345,8 +345,8 @@ def indexer_prologue_triton(*args: Any) -> tuple[torch.Tensor, torch.Tensor, tor
 
 def indexer_prologue_rows_triton(*args: Any) -> tuple[torch.Tensor, torch.Tensor]:
     """Launch the exact tier's kernel with the keys stored in rows of a cache."""
-    *prologue, keys, positions = args
-    return launch(*prologue, to=ROWS, keys=keys, positions=positions, num_rows=keys.shape[1])
+    *prologue, keys, first = args
+    return launch(*prologue, to=ROWS, keys=keys, positions=first, num_rows=keys.shape[1])
 
 
 def indexer_prologue_paged_triton(*args: Any) -> tuple[torch.Tensor, torch.Tensor]:

@@ -128,6 +128,8 @@ def test_the_unmodified_model_has_no_bf16_product_left(level: str) -> None:
         "indexer_prologue": 1,
         "merge_linears": 3,
         "bf16_linear": 4,
+        # q_a's, and without a cache kv_a's
+        "rms_norm_linear": 2,
     }
     assert count_ops(captured.after)["aten.mm"] == 0
     assert float((output.logits - model(ids, use_cache=False).logits).abs().max()) < 0.1
@@ -135,7 +137,7 @@ def test_the_unmodified_model_has_no_bf16_product_left(level: str) -> None:
 
 def test_a_disabled_pass_is_not_made() -> None:
     names = [p.name for p in make_passes(PassOptions(disable=frozenset(["merge_linears", "mask"])))]
-    assert names == ["indexer_topk", "indexer_prologue", "bf16_linear"]
+    assert names == ["indexer_topk", "indexer_prologue", "bf16_linear", "rms_norm_linear"]
 
 
 def test_an_unknown_tier_is_an_error_that_names_the_known_ones() -> None:

@@ -356,6 +356,78 @@ def test_unmodified_model_matches_once_a_full_layer(kind: str, level: str) -> No
 
 
 @pytest.mark.parametrize("level", LEVELS)
+@pytest.mark.parametrize(
+    ("kind", "op", "stores"),
+    [
+        ("static", "glm.indexer_prologue_rows", ("aten.index_put", "aten.index_copy")),
+        ("paged", "glm.indexer_prologue_paged", ("glm.paged_write",)),
+    ],
+)
+def test_exact_tier_stores_the_keys_in_the_op(
+    kind: str, op: str, stores: tuple[str, ...], level: str
+) -> None:
+    captured, caches, _ = run_model(kind, PassOptions(), level)
+    before, after = count_ops(captured.before), count_ops(captured.after)
+    assert after[op] == 1 and after["glm.indexer_prologue"] == 0
+    # The stores of the latents stay.
+    assert sum(after[name] for name in stores) == sum(before[name] for name in stores) - 1 > 0
+    (call,) = [
+        n
+        for n in captured.after.graph.nodes
+        if "auto_functionalized" in str(n.target) and f"{n.args[0]}" == f"{op}.default"
+    ]
+    (base,) = call.kwargs["_all_bases"]
+    assert base.op == "placeholder"
+    ends = captured.after.graph.find_nodes(op="call_function", target=torch.ops.aten.copy_.default)
+    (kept,) = [n.args[1] for n in ends if n.args[0] is base]
+    assert kept.args == (call, 2)
+    name = "indexer_keys" if kind == "static" else "key_pages"
+    keys, expected = (getattr(cache.layers[0], name) for cache in caches)
+    torch.testing.assert_close(keys, expected)
+
+
+def counted_step(module: TinyIndexer, tokens: int, index: Callable[..., Any]) -> Any:
+    """(function, inputs): a step over a contiguous cache, its rows found by `index(first)`."""
+
+    def run(*inputs: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        *step, keys, first = inputs
+        return module(*step, lambda k: keys.index_copy_(1, index(first), k))[0], keys
+
+    first = torch.tensor(9)
+    return run, (*make_inputs(2, tokens).args(), torch.randn(2, 20, D), first)
+
+
+@pytest.mark.parametrize("level", LEVELS)
+@pytest.mark.parametrize("tokens", [1, 6])
+@pytest.mark.parametrize(
+    ("spelling", "is_stored"),
+    [
+        (lambda first, n: torch.arange(n) + first, True),
+        (lambda first, n: first.view(1) + torch.arange(0, n), True),
+        (lambda first, n: torch.arange(1, n + 1) + first, False),
+        (lambda first, n: 2 * torch.arange(n) + first, False),
+        (lambda first, n: torch.arange(n).flip(0) + first, False),
+    ],
+)
+def test_rows_are_stored_in_the_op_where_they_follow_each_other(
+    spelling: Callable[..., Any], is_stored: bool, tokens: int, level: str
+) -> None:
+    options = PassOptions()
+    module = TinyIndexer()
+    results = []
+    for passes in ((), (IndexerTopk(options), IndexerPrologue(options))):
+        torch.manual_seed(1)
+        run, inputs = counted_step(module, tokens, lambda first: spelling(first, tokens))
+        (selected, _), captured = capture(run, *inputs, level=level, passes=passes)
+        results.append((selected, inputs[5]))
+    assert torch.equal(results[0][0], results[1][0])
+    torch.testing.assert_close(results[0][1], results[1][1])
+    ops = count_ops(captured.after)
+    assert ops["glm.indexer_prologue_rows"] == is_stored
+    assert ops["glm.indexer_prologue"] == (not is_stored)
+
+
+@pytest.mark.parametrize("level", LEVELS)
 def test_fp8_tier_stores_the_keys_in_the_op(level: str) -> None:
     captured, caches, _ = run_model("paged_fp8", PassOptions(indexer_dtype="fp8"), level)
     assert captured.results["indexer_prologue"].num_matches == 1

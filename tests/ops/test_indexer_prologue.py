@@ -187,22 +187,21 @@ def test_fp8_tier_bytes(interleaved, dtype, D):
     assert torch.equal(weights, gates.float() * (GATE_SCALE * D**-0.5) * scale)
 
 
-# Below the window, inside it, the last row, beyond it.
-POSITIONS = torch.tensor([-1, 3, 0, 10, 11])
-LENGTHS = torch.tensor([62, -2])
+# Of the first of five tokens in eleven rows: before the beginning, inside, over the end.
+FIRSTS = (-2, 3, 8)
 
 
-def call_with_rows(device, inputs, **options):
-    """(q, weights, keys): the exact tier with its keys in a cache that held random rows."""
+def call_with_rows(device, inputs, first, **options):
+    """(q, weights, keys, keys before): the exact tier over a cache of random rows."""
     keys = torch.randn(2, 11, inputs[1].shape[2]).to(device, inputs[1].dtype)
     before = keys.clone()
     results = indexer_prologue_rows(
-        *_to(device, inputs), keys_BTD=keys, positions_S=POSITIONS.to(device), **options
+        *_to(device, inputs), keys_BTD=keys, first=torch.tensor(first, device=device), **options
     )
     return *results, keys, before
 
 
-def call_with_pages(device, inputs, **options):
+def call_with_pages(device, inputs, first, **options):
     """The same with pages: a page border, a missing page, positions before the beginning."""
     pages = torch.randn(6, 64, inputs[1].shape[2]).to(device, inputs[1].dtype)
     before = pages.clone()
@@ -210,24 +209,24 @@ def call_with_pages(device, inputs, **options):
         *_to(device, inputs),
         key_pages=pages,
         block_table=TABLE.to(device),
-        lengths_B=LENGTHS.to(device),
+        lengths_B=torch.tensor([62, first], device=device),
         **options,
     )
     return *results, pages, before
 
 
-def expected_rows(before, k):
+def expected_rows(before, k, first):
     expected = before.clone()
-    for s, position in enumerate(POSITIONS.tolist()):
-        if 0 <= position < 11:
-            expected[:, position] = k[:, s]
+    for s in range(5):
+        if 0 <= first + s < 11:
+            expected[:, first + s] = k[:, s]
     return expected
 
 
-def expected_pages(before, k):
+def expected_pages(before, k, first):
     expected = before.clone()
     for b, s in np.ndindex(2, 5):
-        position = int(LENGTHS[b]) + s
+        position = (62, first)[b] + s
         page = int(TABLE[b, position // 64]) if position >= 0 else -1
         if page >= 0:
             expected[page, position % 64] = k[b, s]
@@ -240,16 +239,19 @@ STORES = [(call_with_rows, expected_rows), (call_with_pages, expected_pages)]
 @pytest.mark.parametrize("interleaved", [True, False])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("D", [128, 20])
+@pytest.mark.parametrize("first", FIRSTS)
 @pytest.mark.parametrize(("call", "expected"), STORES)
 def test_exact_keys_are_stored_where_they_belong_and_nowhere_else(
-    call, expected, interleaved, dtype, D
+    call, expected, first, interleaved, dtype, D
 ):
     inputs = make_inputs(S=5, D=D, P=D // 2, dtype=dtype)
-    q, weights, keys, before = call("cpu", inputs, interleaved=interleaved, gate_scale=GATE_SCALE)
+    q, weights, keys, before = call(
+        "cpu", inputs, first, interleaved=interleaved, gate_scale=GATE_SCALE
+    )
     expected_q, k, expected_weights = upstream_prologue(*inputs, interleaved)
     assert torch.equal(q, expected_q) and q.is_contiguous()
     assert torch.equal(weights, expected_weights) and weights.is_contiguous()
-    assert torch.equal(keys, expected(before, k))
+    assert torch.equal(keys, expected(before, k, first))
 
 
 def test_fp8_tier_stores_what_the_unfused_ops_store():
@@ -304,7 +306,7 @@ def test_opcheck(interleaved):
     )
     torch.library.opcheck(
         torch.ops.glm.indexer_prologue_rows.default,
-        (*shared, torch.zeros(2, 9, 128).bfloat16(), torch.tensor([4, 5, 9]), ""),
+        (*shared, torch.zeros(2, 9, 128).bfloat16(), torch.tensor(5), ""),
     )
 
 
@@ -384,12 +386,12 @@ def test_wrong_arguments_are_named():
         indexer_prologue_paged(
             *make_inputs(), key_pages=torch.zeros(2, 64, 128), block_table=TABLE, **exact
         )
-    with pytest.raises(ValueError, match=r"positions must be \[3\]"):
+    with pytest.raises(ValueError, match="first must be one number"):
         indexer_prologue_rows(
             *make_inputs(),
             gate_scale=1.0,
             keys_BTD=torch.zeros(2, 9, 128).bfloat16(),
-            positions_S=torch.tensor([0]),
+            first=torch.tensor([0, 1]),
         )
 
 
@@ -492,14 +494,15 @@ def test_triton_fp8_bytes(device, interleaved, dtype, D):
 @pytest.mark.parametrize("device", TRITON_DEVICES)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("D", [128, 20])
+@pytest.mark.parametrize("first", FIRSTS)
 @pytest.mark.parametrize(("call", "expected"), STORES)
-def test_triton_stores_exact_keys(device, call, expected, dtype, D):
+def test_triton_stores_exact_keys(device, call, expected, first, dtype, D):
     inputs = make_inputs(S=5, H=6, D=D, P=D // 2, dtype=dtype)
     options = {"gate_scale": GATE_SCALE, "backend": "triton"}
-    q, weights, keys, before = call(device, inputs, **options)
+    q, weights, keys, before = call(device, inputs, first, **options)
     fresh = indexer_prologue(*_to(device, inputs), **options)
     assert torch.equal(q, fresh[0]) and torch.equal(weights, fresh[2])
-    assert torch.equal(keys.cpu(), expected(before.cpu(), fresh[1].cpu()))
+    assert torch.equal(keys.cpu(), expected(before.cpu(), fresh[1].cpu(), first))
 
 
 @pytest.mark.parametrize("device", TRITON_DEVICES)
