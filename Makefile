@@ -1,7 +1,8 @@
 # make demo: set up, then compile the tiny GLM-5.2 and let it write.
 # make test: set up, then everything that continuous integration runs.
+# make plot-indexer: measure the indexer over context lengths on this machine's GPU and plot it.
 .DEFAULT_GOAL := help
-.PHONY: help demo test venv-demo venv-test lint types test-cpu test-interpreter test-oldest test-wheel clean
+.PHONY: help demo test plot-indexer venv-demo venv-test lint types test-cpu test-interpreter test-oldest test-wheel clean
 
 PY := .venv/bin/python
 WORKERS ?= 2
@@ -52,6 +53,11 @@ test-oldest: venv-test
 # A wheel holds the three packages and imports without the repository.
 test-wheel: venv-test
 	tools/check_wheel.sh $(PY)
+
+plot-indexer: venv-test
+	$(PY) -m pytest tests/benchmarks/test_indexer_benchmark.py --benchmark-enable \
+		--benchmark-json indexer.json
+	$(PY) -m tests.benchmarks.plot_indexer indexer.json examples/indexer_latency.png
 
 clean:
 	rm -rf .venv build dist ./*.egg-info

@@ -111,8 +111,8 @@ class GraphFacts:
 
     @property
     def holds_layers(self) -> bool:
-        """Whether a layer's work is in the graph; the layer itself may be what was compiled."""
-        return bool(self.num_layers or self.num_attentions)
+        """Whether a layer's work is in the graph; the layer or a part may be what was compiled."""
+        return bool(self.num_layers or self.num_attentions or self.num_indexers)
 
     @property
     def title(self) -> str:

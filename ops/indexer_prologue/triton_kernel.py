@@ -295,7 +295,7 @@ def launch(
     config = config or default_for(num_tokens)
     if table is not None and table.stride(1) != 1:
         table = table.contiguous()
-    has_pdl = _has_pdl(q.device)
+    has_pdl = config.is_early and _has_pdl(q.device)
     indexer_prologue_kernel[(num_tokens, 1 + triton.cdiv(num_heads, config.block_h))](
         q,
         *q.stride(),

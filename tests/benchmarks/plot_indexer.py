@@ -1,0 +1,77 @@
+"""Plot the indexer benchmark: latency of one layer's indexer against context length.
+
+python -m tests.benchmarks.plot_indexer indexer.json indexer_latency.png
+"""
+
+from __future__ import annotations
+
+import argparse
+import collections
+import json
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+LABELS = {
+    ("exact", "inductor"): "transformers, torch.compile (Inductor)",
+    ("exact", "compiled"): "glm backend, exact tier",
+    ("fp8", "compiled"): "glm backend, FP8 tier",
+}
+
+Lines = dict[tuple[str, str], list[tuple[int, float]]]
+
+
+def read_lines(report: Mapping[str, Any], num_rows: int) -> Lines:
+    """(context, microseconds) of each path, ascending, from a pytest-benchmark JSON report."""
+    lines: Lines = collections.defaultdict(list)
+    for entry in report["benchmarks"]:
+        facts = entry["extra_info"]
+        key = (facts.get("tier"), facts.get("path"))
+        if key in LABELS and facts["rows"] == num_rows:
+            lines[key].append((facts["context"], facts["median_us"]))
+    return {key: sorted(points) for key, points in lines.items()}
+
+
+def plot(report: Mapping[str, Any], target: Path, rows: Sequence[int] = (1, 6)) -> None:
+    """Write the plot, one panel for each number of query rows."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    figure, panels = pyplot.subplots(1, len(rows), figsize=(5 * len(rows), 4), sharey=True)
+    for panel, num_rows in zip([panels] if len(rows) == 1 else panels, rows):
+        lines = read_lines(report, num_rows)
+        for key, label in LABELS.items():
+            if points := lines.get(key):
+                panel.plot(*zip(*points), marker="o", label=label)
+        contexts = sorted({context for points in lines.values() for context, _ in points})
+        panel.set(xscale="log", yscale="log", xlabel="cached tokens")
+        panel.set_title(f"{num_rows} query row{'s' if num_rows > 1 else ''}")
+        panel.set_xticks(contexts, [_short(context) for context in contexts])
+        panel.minorticks_off()
+        panel.grid(True, alpha=0.3)
+    first = panels if len(rows) == 1 else panels[0]
+    first.set_ylabel("one layer's indexer (us)")
+    first.legend(fontsize="small")
+    device = report["benchmarks"][0]["extra_info"]["device"]
+    date = report["datetime"][:10]
+    figure.suptitle(f"GLM-5.2 indexer, hidden state to positions ({device}, {date})")
+    figure.tight_layout()
+    figure.savefig(target, dpi=150)
+
+
+def _short(num_tokens: int) -> str:
+    return f"{num_tokens >> 20}M" if num_tokens >= 1 << 20 else f"{num_tokens >> 10}K"
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("report", type=Path, help="JSON report of pytest-benchmark")
+    parser.add_argument("target", type=Path, help="image to write")
+    options = parser.parse_args()
+    plot(json.loads(options.report.read_text(encoding="utf-8")), options.target)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,225 @@
+"""A layer's indexer through the backend: three launches before the scores, and the same numbers.
+
+Shape legend: B batch, S tokens of the step, T cached tokens, C hidden.
+"""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+from torch import fx
+from transformers.models.glm_moe_dsa.modeling_glm_moe_dsa import GlmMoeDsaRMSNorm
+
+from glm_compile.fx_passes import canonical, layouts
+from glm_compile.ops.merged_linear import adjacent_block
+from glm_compile.pipeline import _Rewrite
+from glm_compile.report import last_report
+from tests.indexer_layer import (
+    IndexerOfLayer,
+    make_cache,
+    one_layer_config,
+    ops_step,
+    paged_step,
+    static_step,
+)
+
+BF16 = torch.bfloat16
+NUM_CACHED, MAX_LEN, S = 70, 128, 6
+# What has read the layer's input at least once before the scores.
+PROLOGUE = {
+    "static": "glm.indexer_prologue_rows.default",
+    "paged": "glm.indexer_prologue_paged.default",
+    "paged_fp8": "glm.indexer_prologue_fp8.default",
+}
+
+
+class Case:
+    """A layer with a cache of 70 random keys, and a step of six tokens."""
+
+    def __init__(self, kind: str, device: str = "cpu", **options: Any) -> None:
+        where = {"dtype": BF16, "device": device}
+        self.kind, self.device = kind, device
+        self.config = one_layer_config()
+        self.layer = IndexerOfLayer(self.config, **options, **where)
+        self.norm = GlmMoeDsaRMSNorm(self.config.hidden_size).to(**where).requires_grad_(False)
+        self.hidden = torch.randn(1, S, self.config.hidden_size, **where)
+        self.position = torch.tensor(NUM_CACHED, device=device)
+        self.tables = self.layer.tables(self.hidden, self.position)
+        self.cache = make_cache(self.config, kind, MAX_LEN, **where)
+        past = torch.randn(1, NUM_CACHED, self.config.index_head_dim, **where)
+        self.cache.update_indexer(past, 0)
+        if kind != "static":
+            self.cache.lengths.fill_(NUM_CACHED)
+
+    def step(self, cache: Any, has_norm: bool = False) -> Any:
+        """The step over a cache: a function without arguments."""
+        if self.kind == "static":
+            call, more = static_step(self.layer, cache, MAX_LEN), (self.position,)
+        else:
+            call, more = paged_step(self.layer, cache, S), ()
+
+        def run() -> Any:
+            hidden = self.norm(self.hidden) if has_norm else self.hidden
+            return call(hidden, *self.tables, *more)
+
+        return run
+
+    def compile(self, step: Any, inner: str = "eager") -> Any:
+        options = {"inner": inner, "indexer_dtype": "fp8" if self.kind == "paged_fp8" else "auto"}
+        return torch.compile(step, backend="glm", fullgraph=True, options=options)
+
+    def keys(self, cache: Any) -> torch.Tensor:
+        """The index keys that a cache holds."""
+        layer = cache.layers[0]
+        return layer.indexer_keys if self.kind == "static" else layer.key_pages
+
+
+def final_graphs(monkeypatch: pytest.MonkeyPatch) -> list[fx.GraphModule]:
+    """The graphs that the inner compiler gets, as they come."""
+    graphs: list[fx.GraphModule] = []
+    rewrite = _Rewrite.__call__
+
+    def keep(self: _Rewrite, graph_module: fx.GraphModule) -> None:
+        rewrite(self, graph_module)
+        graphs.append(fx.GraphModule(graph_module, copy.deepcopy(graph_module.graph)))
+
+    monkeypatch.setattr(_Rewrite, "__call__", keep)
+    return graphs
+
+
+def prologue_nodes(graph: fx.Graph, hidden: fx.Node) -> list[str]:
+    """What is computed from `hidden` for the scores: neither views nor parts of a result."""
+    after: set[fx.Node] = {hidden}
+    for node in graph.nodes:
+        if any(source in after for source in node.all_input_nodes):
+            after.add(node)
+    (scores,) = [n for n in graph.nodes if str(n.target).startswith("glm.indexer_scores")]
+    before: set[fx.Node] = set()
+    front = list(scores.all_input_nodes)
+    while front:
+        node = front.pop()
+        if node not in before:
+            before.add(node)
+            front.extend(node.all_input_nodes)
+    names = []
+    for node in graph.nodes:
+        is_part = canonical.is_view(node) or layouts.is_getitem(node) or _is_slice(node)
+        if node in after & before and node.op == "call_function" and not is_part:
+            names.append(str(node.args[0] if "auto_func" in str(node.target) else node.target))
+    return names
+
+
+def _is_slice(node: fx.Node) -> bool:
+    aten = torch.ops.aten
+    return layouts.is_call(node, aten.slice.Tensor, aten.split_with_sizes.default)
+
+
+@pytest.mark.parametrize("inner", ["eager", "inductor"])
+@pytest.mark.parametrize("kind", PROLOGUE)
+def test_three_ops_lie_between_the_layers_input_and_its_scores(kind, inner, monkeypatch):
+    case = Case(kind)
+    graphs = final_graphs(monkeypatch)
+    case.compile(case.step(case.cache), inner)()
+    (graph,) = [module.graph for module in graphs]
+    assert prologue_nodes(graph, _hidden(graph)) == [
+        "glm.merged_linear.default",
+        "glm.rms_norm_linear.default",
+        PROLOGUE[kind],
+    ]
+
+
+def test_gates_in_fp32_are_a_linear_of_their_own(monkeypatch):
+    case = Case("paged_fp8", has_fp32_gates=True)
+    graphs = final_graphs(monkeypatch)
+    case.compile(case.step(case.cache))()
+    (graph,) = [module.graph for module in graphs]
+    names = prologue_nodes(graph, _hidden(graph))
+    # The cast goes into the kernel that makes the layer's input.
+    assert sorted(names) == sorted(
+        [
+            "glm.merged_linear.default",
+            "aten._to_copy.default",
+            "aten.mm.default",
+            "glm.rms_norm_linear.default",
+            PROLOGUE["paged_fp8"],
+        ]
+    )
+
+
+def _hidden(graph: fx.Graph) -> fx.Node:
+    (merged,) = graph.find_nodes(op="call_function", target=torch.ops.glm.merged_linear.default)
+    return merged.args[0]
+
+
+@pytest.mark.parametrize("kind", PROLOGUE)
+def test_compiled_step_equals_the_modules(kind):
+    case = Case(kind)
+    cache = copy.deepcopy(case.cache)
+    expected = case.step(cache)()
+    actual = case.compile(case.step(case.cache))()
+    report = last_report()
+    assert report.ok and report.matches["rms_norm_linear"] == 1
+    torch.testing.assert_close(case.keys(case.cache), case.keys(cache))
+    for new, old in zip(actual[1:], expected[1:]):
+        torch.testing.assert_close(new, old, atol=2e-2, rtol=2e-2)
+    same = [set(a) & set(b) for a, b in zip(actual[0][0].tolist(), expected[0][0].tolist())]
+    assert sum(map(len, same)) >= (0.8 if kind == "paged_fp8" else 0.95) * actual[0].numel()
+
+
+@pytest.mark.parametrize("kind", ["paged", "paged_fp8"])
+def test_ops_in_their_order_are_the_compiled_step(kind):
+    """What the benchmark measures is what the backend makes."""
+    case = Case(kind)
+    cache = copy.deepcopy(case.cache)
+    selected, *_ = case.compile(case.step(case.cache))()
+    lengths = NUM_CACHED + 1 + torch.arange(S, dtype=torch.int32)
+    positions = ops_step(case.layer, cache, lengths)(case.hidden, *case.tables)
+    assert torch.equal(positions, selected[0])
+    assert torch.equal(case.keys(cache), case.keys(case.cache))
+    slots = ops_step(case.layer, cache, lengths, has_slots=True)(case.hidden, *case.tables)
+    table = cache.block_table[0].long()
+    assert torch.equal(slots.long(), table[positions // 64] * 64 + positions % 64)
+    # The layer's weights lie side by side once it is compiled.
+    parts = (case.layer.q_b_proj, case.layer.indexer.wq_b)
+    assert adjacent_block([part.weight for part in parts]) is not None
+
+
+def launches(fn: Any) -> list[str]:
+    """Names of the kernels of one call, in the order of their starts; neither copies nor fills."""
+    for _ in range(3):
+        fn()
+    torch.cuda.synchronize()
+    activities = [torch.profiler.ProfilerActivity.CPU, torch.profiler.ProfilerActivity.CUDA]
+    with torch.profiler.profile(activities=activities) as profile:
+        fn()
+        torch.cuda.synchronize()
+    events = [
+        event
+        for event in profile.events()
+        if event.device_type == torch.autograd.DeviceType.CUDA and "Mem" not in event.name
+    ]
+    return [event.name for event in sorted(events, key=lambda event: event.time_range.start)]
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("has_fp32_gates", [False, True])
+@pytest.mark.parametrize("kind", PROLOGUE)
+def test_compiled_prologue_is_three_launches(kind, has_fp32_gates):
+    """From the input norm's kernel on; lengths are made once a forward, and here by the step."""
+    case = Case(kind, "cuda", has_fp32_gates=has_fp32_gates)
+    names = launches(case.compile(case.step(case.cache, has_norm=True), "inductor"))
+    end = next(i for i, name in enumerate(names) if "indexer_prologue" in name)
+    start = next(i for i, name in enumerate(names) if "rsqrt" in name)
+    between = [name for name in names[start + 1 : end + 1] if "arange" not in name]
+    assert len(between) <= 3 + has_fp32_gates, names
+
+
+@pytest.mark.gpu
+def test_unfused_prologue_is_a_dozen_launches():
+    """The same step as Inductor alone compiles it."""
+    case = Case("static", "cuda")
+    names = launches(torch.compile(case.step(case.cache, has_norm=True), fullgraph=True))
+    assert len(names) > 12, names
