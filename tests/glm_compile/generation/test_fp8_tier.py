@@ -13,7 +13,7 @@ thresholds lie above, by the least layer's average and the worst row, on this pr
     one scale for all keys of a step          0.680   0.302
     each key with its neighbour's scale       0.670   0.365
 
-The first and the third of these write the same accept lengths as the exact tier: text does not tell.
+The first and the third of these have the exact tier's accept lengths: the text does not tell.
 """
 
 from __future__ import annotations
