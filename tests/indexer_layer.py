@@ -136,28 +136,24 @@ def static_step(layer: IndexerOfLayer, cache: StaticCache, max_len: int) -> Any:
     return step
 
 
-def ops_step(
-    layer: IndexerOfLayer, cache: PagedCache, lengths_R: torch.Tensor, *, has_slots: bool = False
-) -> Any:
-    """The ops of the compiled step in their order, as a function of (hidden, cos, sin).
-
-    Args:
-        lengths_R: keys that each row sees.
-        has_slots: select physical slots instead of positions.
-    """
-    indexer, pages = layer.indexer, cache.layers[0].key_pages
+def prologue_step(layer: IndexerOfLayer, cache: PagedCache) -> Any:
+    """The three ops before the scores: a function of (hidden, cos, sin) that returns q, weights."""
+    indexer = layer.indexer
     projections = [layer.q_a_proj, layer.kv_a_proj_with_mqa, indexer.wk, indexer.weights_proj]
     widths = [projection.weight.shape[0] for projection in projections]
+    # The FP8 op multiplies by D^-0.5 itself.
+    score_scale = 1.0 if cache.is_index_fp8 else indexer.softmax_scale
     arguments = {
-        "gate_scale": indexer.n_heads**-0.5
-        * (1.0 if cache.is_index_fp8 else indexer.softmax_scale),
-        "key_pages": pages,
+        "gate_scale": indexer.n_heads**-0.5 * score_scale,
+        "key_pages": cache.layers[0].key_pages,
         "block_table": cache.block_table,
         "lengths_B": cache.lengths,
     }
     prologue = indexer_prologue_fp8 if cache.is_index_fp8 else indexer_prologue_paged
 
-    def step(hidden: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
+    def step(
+        hidden: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor]:
         merged = merged_linear(hidden, [projection.weight for projection in projections])
         q_a, _, k, gates = merged.split(widths, -1)
         queries = rms_norm_linear(
@@ -168,18 +164,35 @@ def ops_step(
         )
         q = queries[..., layer.q_b_proj.weight.shape[0] :].unflatten(-1, (indexer.n_heads, -1))
         norm = indexer.k_norm
-        q, weights = prologue(q, k, gates, norm.weight, norm.bias, norm.eps, cos, sin, **arguments)
+        return prologue(q, k, gates, norm.weight, norm.bias, norm.eps, cos, sin, **arguments)
+
+    return step
+
+
+def ops_step(
+    layer: IndexerOfLayer, cache: PagedCache, lengths_R: torch.Tensor, *, has_slots: bool = False
+) -> Any:
+    """The ops of the compiled step in their order, as a function of (hidden, cos, sin).
+
+    Args:
+        lengths_R: keys that each row sees.
+        has_slots: select physical slots instead of positions.
+    """
+    prologue = prologue_step(layer, cache)
+
+    def step(hidden: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
+        q, weights = prologue(hidden, cos, sin)
         rows = {"rows_per_sequence": hidden.shape[1]}
         scores = indexer_scores_paged(
             q.flatten(0, 1),
             weights.flatten(0, 1),
-            pages,
+            cache.layers[0].key_pages,
             cache.block_table,
             lengths_R,
             cache.max_cache_len,
             **rows,
         )
         table = {"block_table": cache.block_table, **rows} if has_slots else {}
-        return topk_select(scores, lengths_R, indexer.index_topk, **table)
+        return topk_select(scores, lengths_R, layer.indexer.index_topk, **table)
 
     return step

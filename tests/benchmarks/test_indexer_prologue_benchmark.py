@@ -1,6 +1,7 @@
 """The indexer prologue of one layer at the release's widths, fused beside unfused.
 
-Everything is hot: the projections have just written it.
+The tail alone is hot, as the projections have just written its inputs. The whole prologue, from the
+layer's normed input to what the scores read, reads cold weights: two merged linears and the tail.
 
     pytest tests/benchmarks/test_indexer_prologue_benchmark.py --benchmark-enable
 
@@ -14,9 +15,18 @@ from typing import Any
 import pytest
 import torch
 
+from glm_compile import merge_weights
 from glm_compile.ops.indexer_prologue import indexer_prologue, indexer_prologue_fp8
 from glm_compile.ops.paged_cache import key_page_bytes
+from tests.benchmarks.conftest import cold_copies
 from tests.benchmarks.conftest import device as where
+from tests.indexer_layer import (
+    RELEASE,
+    IndexerOfLayer,
+    make_cache,
+    one_layer_config,
+    prologue_step,
+)
 
 H, D, P = 32, 128, 64
 
@@ -70,4 +80,27 @@ def test_indexer_prologue(
         [arguments],
         bytes_moved=num_bytes + B * S * ((H + 1) * D + 4),
         note="hot",
+    )
+
+
+@pytest.mark.parametrize("S", [1, 6])
+@pytest.mark.parametrize("kind", ["paged", "paged_fp8"])
+def test_whole_prologue(gpu_bench: Any, benchmark: Any, kind: str, S: int) -> None:
+    benchmark.group = f"whole prologue {kind} S={S}"
+    config = one_layer_config(**(RELEASE if where() == "cuda" else {}))
+    options: dict[str, Any] = {"device": where(), "dtype": torch.bfloat16}
+    weight_bytes = 2 * (2784 * 6144 + 20480 * 2048)
+    inputs = []
+    for _ in range(cold_copies(weight_bytes)):
+        layer = IndexerOfLayer(config, **options)
+        merge_weights(layer)
+        step = prologue_step(layer, make_cache(config, kind, 256, **options))
+        hidden = torch.randn(1, S, config.hidden_size, **options)
+        tables = layer.tables(hidden, torch.zeros((), dtype=torch.int64, device=where()))
+        inputs.append((step, hidden, *tables))
+    gpu_bench(
+        lambda step, *arguments: step(*arguments),
+        inputs,
+        bytes_moved=weight_bytes,
+        note="weights cold",
     )
