@@ -1,9 +1,10 @@
 """The whole indexer of a layer, hidden state in and positions out, over contexts of 8K to 1M.
 
-`compiled` is transformers' own layer through the glm backend, its lengths made and its selection
-padded in the step; `slots` the same ops with lengths given and physical slots as the selection;
-`inductor` the same layer, unfused, as torch.compile makes it over a StaticCache. Weights and keys
-are cold; all three include the attention's q_a, kv_a and q_b, which share their inputs with the
+`compiled` is transformers' own layer through the glm backend; alone, it also makes its lengths and
+pads its selection for whoever reads it, which a model does once a forward and not at all. `ops` are
+the compiled graph's ops without these two; `slots` the same with physical slots as the selection.
+`inductor` is the same layer, unfused, as torch.compile makes it over a StaticCache. Weights and
+keys are cold; all include the attention's q_a, kv_a and q_b, which share their inputs with the
 indexer's projections.
 
     pytest tests/benchmarks/test_indexer_benchmark.py --benchmark-enable \
@@ -123,8 +124,10 @@ def call(step: Callable[..., Any], *arguments: torch.Tensor) -> torch.Tensor:
     ("tier", "path"),
     [
         ("fp8", "compiled"),
+        ("fp8", "ops"),
         ("fp8", "slots"),
         ("exact", "compiled"),
+        ("exact", "ops"),
         ("exact", "slots"),
         ("exact", "inductor"),
     ],
