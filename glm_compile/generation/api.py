@@ -27,6 +27,7 @@ from glm_compile.generation.request import (
     check_model,
     check_model_kwargs,
     check_mtp_fits,
+    check_processor_fields,
 )
 from glm_compile.generation.steps import Steps, unwrap_compiled
 
@@ -81,7 +82,8 @@ def generate(
             blocks.
         logits_processor: applied to each position with its own prefix. A processor may depend on
             nothing else: one that keeps a state between calls would see drafts that are rejected
-            later.
+            later, or that a stopping criterion cuts off. It and the criteria see the padding of a
+            prompt on the left, wherever it is.
         return_dict_in_generate: return a GenerationOutput (also if the generation config says so).
         overlap: whether the host may run ahead of the device. Without effect in this version, which
             reads each iteration's tokens before it starts the next.
@@ -157,6 +159,8 @@ def generate(
         raise ValueError(
             "generate: custom_generate is not an argument of this function, it is its place"
         )
+
+    check_processor_fields(plain_model, generation_config, generate_kwargs)
 
     def decode(
         prepared_model: Any,

@@ -100,7 +100,7 @@ class DecodingLoop:
         # Room for the drafts behind the last token, and one column for what is not kept.
         width = given_width + request.max_new_tokens + request.num_drafts + 1
         self.text_BW = prompt.given_ids_BW.new_full((batch_size, width), 0)
-        self.text_BW[:, :given_width] = prompt.given_ids_BW
+        self.text_BW[:, :given_width] = prompt.aligned_ids_BW
         self.eos_ids_E = torch.tensor(request.stop.eos_ids, dtype=torch.long, device=device)
         self.counts_B = torch.zeros(batch_size, dtype=torch.long, device=device)
         self.finished_B = torch.zeros(batch_size, dtype=torch.bool, device=device)
@@ -125,6 +125,7 @@ class DecodingLoop:
         end = time.perf_counter()
         if request.streamer is not None:
             request.streamer.end()
+        self.text_BW[:, : request.prompt.given_width] = request.prompt.given_ids_BW
         timings = {"prefill": prefilled - start, "decode": end - prefilled, "total": end - start}
         return Decoded(
             self.text_BW, self.counts, self.accept_lengths, self.scores, self.logits, timings
@@ -164,27 +165,38 @@ class DecodingLoop:
             if draft_probs_BkV is None:
                 draft_probs_BkV = probs_BSV[:, :0]
             tokens_BS, num_tokens_B = reject(probs_BSV, draft_probs_BkV, drafts_Bk)
-            is_drawn_B = has_weight(probs_BSV, tokens_BS, num_tokens_B)
+            has_weight_B = has_weight(probs_BSV, tokens_BS, num_tokens_B)
         else:
             tokens_BS = scores_BSV.argmax(dim=-1)
             num_tokens_B = accept_greedy(tokens_BS, drafts_Bk)
-            is_drawn_B = torch.ones_like(self.finished_B)
+            has_weight_B = torch.ones_like(self.finished_B)
         remaining_B = request.max_new_tokens - self.counts_B
         kept_B, finished_B = clip_block(
             tokens_BS, num_tokens_B, remaining_B, self.finished_B, self.eos_ids_E
         )
         ends_B = self.counts_B + request.prompt.given_width
         append_block(self.text_BW, tokens_BS, kept_B, ends_B)
-        is_drawn_B = is_drawn_B | self.finished_B
-        tokens, kept, finished = self._read_block(tokens_BS, kept_B, finished_B, is_drawn_B)
+        # Only the last token of a block can lack one: a draft without is never accepted.
+        is_drawn_B = has_weight_B | (kept_B < num_tokens_B)
+        tokens, kept, finished, is_drawn = self._read_block(
+            tokens_BS, kept_B, finished_B, is_drawn_B
+        )
         if self.scores is not None:
             self.scores.append(scores_BSV, kept)
         if self.logits is not None:
             self.logits.append(logits_BSV.float(), kept)
         if request.stop.criteria:
+            accepted = kept
             kept, finished = self._apply_criteria(kept, finished)
+            is_drawn = [ok or n < m for ok, n, m in zip(is_drawn, kept, accepted)]
             kept_B = torch.tensor(kept, device=kept_B.device)
             finished_B = torch.tensor(finished, device=finished_B.device)
+        request.processor.check_kept(kept)
+        if wrong := [b for b, ok in enumerate(is_drawn) if not ok]:
+            raise RuntimeError(
+                f"generate: nothing can be sampled for row(s) {wrong}: the scores hold NaN or inf, "
+                "or leave no token allowed (the model's weights, or a logits processor)"
+            )
         self.counts_B = self.counts_B + kept_B
         self.finished_B = finished_B
         self.counts = [count + n for count, n in zip(self.counts, kept)]
@@ -200,16 +212,12 @@ class DecodingLoop:
         kept_B: torch.Tensor,
         finished_B: torch.Tensor,
         is_drawn_B: torch.Tensor,
-    ) -> tuple[list[list[int]], list[int], list[bool]]:
+    ) -> tuple[list[list[int]], list[int], list[bool], list[bool]]:
         """The iteration's only transfer to the host."""
         flags_B2 = torch.stack([finished_B, is_drawn_B], dim=1).long()
         rows = torch.cat([tokens_BS, kept_B[:, None], flags_B2], dim=1).cpu().tolist()
-        if wrong := [b for b, row in enumerate(rows) if not row[-1]]:
-            raise RuntimeError(
-                f"generate: nothing can be sampled for row(s) {wrong}: the scores hold NaN or inf, "
-                "or leave no token allowed (the model's weights, or a logits processor)"
-            )
-        return [r[:-3] for r in rows], [r[-3] for r in rows], [bool(r[-2]) for r in rows]
+        tokens, kept = [r[:-3] for r in rows], [r[-3] for r in rows]
+        return tokens, kept, [bool(r[-2]) for r in rows], [bool(r[-1]) for r in rows]
 
     def _apply_criteria(
         self, kept: list[int], finished: list[bool]
@@ -222,6 +230,7 @@ class DecodingLoop:
             kept,
             lambda steps: None if self.scores is None else self.scores.steps(steps),
             width,
+            self.request.pad_id,
         )
         counts = [count + n for count, n in zip(self.counts, cut)]
         for record in (self.scores, self.logits):
@@ -276,7 +285,9 @@ class DecodingLoop:
         width = self.request.prompt.given_width
         first_ends = [width + count + num_drafts_before for count in self.counts]
         active = [not finished for finished in self.finished]
-        return self.request.processor(logits_BSV, self.text_BW, first_ends, active)
+        return self.request.processor(
+            logits_BSV, self.text_BW, first_ends, active, num_drafts_before
+        )
 
     # -- prompt -----------------------------------------------------------------------------------
 

@@ -12,7 +12,7 @@ result is dropped.
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -42,27 +42,50 @@ _REFUSED = {
     "ClassifierFreeGuidanceLogitsProcessor": "guidance_scale",
     "WhisperTimeStampLogitsProcessor": "logits_processor",
     "WhisperNoSpeechDetection": "logits_processor",
+    "DiaEOSDelayPatternLogitsProcessor": "logits_processor",
+    "DiaClassifierFreeGuidanceLogitsProcessor": "guidance_scale",
 }
-
-Processor = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
 
 
 class ScoreProcessor:
     """Logits to scores in float32, through a list of processors.
+
+    Processors get the prefixes that plain decoding may come to: no row behind the budget's last
+    token, and none of the caller's own (a processor, a `prefix_allowed_tokens_fn`) behind a drafted
+    end of the sequence.
+
+    Args:
+        processors: callables `(input_ids [B, length], scores [B, V]) -> scores`.
+        eos_ids: ids that end a sequence.
+        max_length: tokens of a row, prompt included.
+        fill_id: stands behind a sequence that is shorter than the prefix of a call.
 
     Attributes:
         needs_text: whether a processor looks at the prefix; then the loop must know lengths on the
             host.
     """
 
-    def __init__(self, processors: Iterable[Any]) -> None:
-        self._processors = list(processors)
-        for processor in self._processors:
+    def __init__(
+        self,
+        processors: Iterable[Any],
+        *,
+        eos_ids: Iterable[int] = (),
+        max_length: int | None = None,
+        fill_id: int = 0,
+    ) -> None:
+        flat = list(_flatten(processors))
+        for processor in flat:
             _check(processor)
-        self.needs_text = any(not _is_text_free(p) for p in self._processors)
-        # Rows whose result counts in the call that is running.
-        self._valid: list[bool] = []
-        self._processors = [self._guard_callback(p) for p in self._processors]
+        self.needs_text = any(not _is_text_free(p) for p in flat)
+        self._has_callbacks = any(_calls_the_caller(p) for p in flat)
+        self._processors = [self._guard_callback(p) for p in flat]
+        self._eos_ids = frozenset(eos_ids)
+        self._max_length = max_length
+        self._fill_id = fill_id
+        # Row of each sequence whose result counts in the call that is running.
+        self._rows: list[int | None] = []
+        # (sequence, row) of the last block where a callback allows no token.
+        self._refused: set[tuple[int, int]] = set()
 
     def __call__(
         self,
@@ -70,6 +93,7 @@ class ScoreProcessor:
         text_BW: torch.Tensor | None = None,
         first_ends: Sequence[int] = (),
         active: Sequence[bool] = (),
+        num_drafts: int = 0,
     ) -> torch.Tensor:
         """Scores [B,S,V]. Row s of sequence b follows the prefix `text_BW[b, : first_ends[b] + s]`.
 
@@ -78,9 +102,11 @@ class ScoreProcessor:
             text_BW: tokens, drafts included; needed when `needs_text`, as are the two lists.
             first_ends: length of the prefix of row 0, per sequence.
             active: sequences whose rows count.
+            num_drafts: how many tokens at the end of row 0's prefix are drafts already.
         """
         # A copy: processors may write into the scores, and the logits may be asked for.
         scores_BSV = logits_BSV.to(torch.float32, copy=True)
+        self._refused = set()
         if not self._processors:
             return scores_BSV
         if not self.needs_text:
@@ -89,26 +115,65 @@ class ScoreProcessor:
             no_text = torch.zeros(scores_RV.shape[0], 1, dtype=torch.long, device=scores_RV.device)
             return self._apply(no_text, scores_RV).view(batch_size, num_rows, vocab_size)
         assert text_BW is not None
-        return self._apply_by_length(scores_BSV, text_BW, first_ends, active)
-
-    def _apply_by_length(
-        self,
-        scores_BSV: torch.Tensor,
-        text_BW: torch.Tensor,
-        first_ends: Sequence[int],
-        active: Sequence[bool],
-    ) -> torch.Tensor:
-        batch_size, num_rows, _vocab_size = scores_BSV.shape
+        counts = self._reachable(text_BW, first_ends, logits_BSV.shape[1], num_drafts)
         processed_BSV = scores_BSV.clone()
-        everyone = list(range(batch_size))
-        for length, rows in prefix_groups(first_ends, active, num_rows):
-            self._valid = [row is not None for row in rows]
-            scores_BV = scores_BSV[everyone, [row or 0 for row in rows]]
-            scores_BV = self._apply(text_BW[:, :length], scores_BV)
-            for b, row in enumerate(rows):
-                if row is not None:
-                    processed_BSV[b, row] = scores_BV[b]
+        for length, rows in prefix_groups(first_ends, active, counts):
+            self._rows = rows
+            shown = text_BW[:, :length]
+            if self._has_callbacks:
+                known = [
+                    length if row is not None else end - num_drafts
+                    for row, end in zip(rows, first_ends)
+                ]
+                shown = visible_prefixes(text_BW, length, known, self._fill_id)
+            columns = torch.tensor([row or 0 for row in rows], device=scores_BSV.device)
+            index_B1V = columns[:, None, None].expand(-1, 1, scores_BSV.shape[-1])
+            scores_BV = self._apply(shown, scores_BSV.gather(1, index_B1V).squeeze(1))
+            counted = [b for b, row in enumerate(rows) if row is not None]
+            processed_BSV[counted, [rows[b] for b in counted]] = scores_BV[counted].float()
         return processed_BSV
+
+    def check_kept(self, kept: Sequence[int]) -> None:
+        """Raise ValueError if a token was kept where a callback allows none.
+
+        Args:
+            kept: tokens of the last block that each sequence keeps.
+        """
+        for b, row in sorted(self._refused):
+            if row < kept[b]:
+                raise ValueError(
+                    f"generate: prefix_allowed_tokens_fn allows no token for row {b}; it must "
+                    "return at least one"
+                )
+
+    def refuse(self, b: int) -> None:
+        """Note that the running call leaves this sequence no token."""
+        row = self._rows[b]
+        assert row is not None
+        self._refused.add((b, row))
+
+    def is_valid(self, b: int) -> bool:
+        """Whether the running call's result counts for this sequence."""
+        return self._rows[b] is not None
+
+    def _reachable(
+        self, text_BW: torch.Tensor, first_ends: Sequence[int], num_rows: int, num_drafts: int
+    ) -> list[int]:
+        """How many rows of each sequence may be kept."""
+        counts = [num_rows] * len(first_ends)
+        if self._max_length is not None:
+            counts = [min(num_rows, max(self._max_length - end, 0)) for end in first_ends]
+        num_drafted = num_drafts + num_rows - 1
+        if not self._has_callbacks or not self._eos_ids or num_drafted == 0:
+            return counts
+        device = text_BW.device
+        starts_B = torch.tensor(first_ends, device=device) - num_drafts
+        columns = starts_B[:, None] + torch.arange(num_drafted, device=device)
+        for b, drafted in enumerate(text_BW.gather(1, columns).tolist()):
+            ends = [i for i, token in enumerate(drafted) if token in self._eos_ids]
+            if ends:
+                counts[b] = min(counts[b], max(ends[0] + 1 - num_drafts, 0))
+        return counts
 
     def _apply(self, input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
         for processor in self._processors:
@@ -126,10 +191,6 @@ class ScoreProcessor:
             return _GuardedPrefixConstraint(processor, self)
         return processor
 
-    def is_valid(self, row: int) -> bool:
-        """Whether the running call's result counts for this sequence."""
-        return self._valid[row]
-
 
 class _GuardedPrefixConstraint:
     """A `prefix_allowed_tokens_fn` that never sees a prefix that nobody generated."""
@@ -140,20 +201,28 @@ class _GuardedPrefixConstraint:
         self._owner = owner
 
     def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
-        forbidden = torch.zeros_like(scores, dtype=torch.bool)
+        mask = torch.zeros_like(scores)
         for row, prefix in enumerate(input_ids):
             if not self._owner.is_valid(row):
                 continue
-            prompt = row // self._rows_per_prompt
-            allowed = self._allowed_tokens(prompt, prefix)
+            allowed = self._allowed_tokens(row // self._rows_per_prompt, prefix)
+            mask[row] = -torch.inf
             if len(allowed) == 0:
+                # A drafted prefix may lie behind the caller's own end of the sequence; whether this
+                # is an error depends on what is kept.
+                self._owner.refuse(row)
+                continue
+            try:
+                mask[row, allowed] = 0
+            except (IndexError, TypeError) as error:
                 raise ValueError(
-                    f"generate: prefix_allowed_tokens_fn allows no token for batch ID {prompt}; it "
-                    "must return at least one"
-                )
-            forbidden[row] = True
-            forbidden[row, allowed] = False
-        return scores.masked_fill(forbidden, -torch.inf)
+                    "generate: prefix_allowed_tokens_fn must return a list of ids in "
+                    f"0..{scores.shape[1] - 1}, got {allowed!r}"
+                ) from error
+        constrained = scores + mask
+        # As in transformers: the constraint holds even if something else forbids all of its tokens.
+        is_impossible = constrained.amax(dim=-1, keepdim=True).isneginf()
+        return torch.where(is_impossible, mask, constrained)
 
 
 def prefix_groups(
@@ -178,19 +247,48 @@ def prefix_groups(
     return sorted(groups.items())
 
 
+def visible_prefixes(
+    text_BW: torch.Tensor, length: int, ends: Sequence[int], fill_id: int
+) -> torch.Tensor:
+    """The first `length` columns; what lies behind a row's end, such as rejected drafts, is filled.
+
+    This is how transformers shows a finished sequence. The result is a copy.
+    """
+    columns = torch.arange(length, device=text_BW.device)
+    ends_B = torch.tensor(ends, device=text_BW.device)
+    return text_BW[:, :length].masked_fill(columns >= ends_B[:, None], fill_id)
+
+
+def _flatten(processors: Iterable[Any]) -> Iterator[Any]:
+    for processor in processors:
+        if type(processor) is logits_process.LogitsProcessorList:
+            yield from _flatten(processor)
+        else:
+            yield processor
+
+
+def _is_from_transformers(processor: Any) -> bool:
+    return type(processor).__module__ == logits_process.__name__
+
+
+def _calls_the_caller(processor: Any) -> bool:
+    is_constraint = isinstance(processor, logits_process.PrefixConstrainedLogitsProcessor)
+    return is_constraint or not _is_from_transformers(processor)
+
+
 def _is_text_free(processor: Any) -> bool:
-    kind = type(processor)
-    return kind.__module__ == logits_process.__name__ and kind.__name__ in _TEXT_FREE
+    return _is_from_transformers(processor) and type(processor).__name__ in _TEXT_FREE
 
 
 def _check(processor: Any) -> None:
     """Raise ValueError for a processor that cannot work on drafted tokens."""
     kind = type(processor)
-    if kind.__module__ == logits_process.__name__ and kind.__name__ in _REFUSED:
-        raise ValueError(
-            f"generate: {_REFUSED[kind.__name__]} is not supported: {kind.__name__} depends on "
-            "more than the tokens before a position"
-        )
+    for base in kind.__mro__:
+        if base.__module__ == logits_process.__name__ and base.__name__ in _REFUSED:
+            raise ValueError(
+                f"generate: {_REFUSED[base.__name__]} is not supported: {kind.__name__} depends "
+                "on more than the tokens before a position"
+            )
     if not callable(processor):
         raise ValueError(f"generate: logits_processor holds {processor!r}, which is not callable")
     required = [

@@ -16,11 +16,14 @@ class Prompt:
 
     Attributes:
         given_ids_BW: the ids as the caller passed them; the output starts with these.
+        aligned_ids_BW: the same with all padding on the left, so that generated tokens follow the
+            real ones: what logits processors and stopping criteria see.
         ids_BP: real tokens moved to the left, in order; the rest of a row is `fill_id`.
         lengths_B: number of real tokens of each row, at least 1.
     """
 
     given_ids_BW: torch.Tensor
+    aligned_ids_BW: torch.Tensor
     ids_BP: torch.Tensor
     lengths_B: torch.Tensor
 
@@ -84,4 +87,6 @@ def compact_prompt(
     ids_BP[:, :kept] = input_ids_BW.gather(1, order_BW)[:, :kept]
     columns = torch.arange(compact_width, device=ids_BP.device)
     ids_BP.masked_fill_(columns >= lengths_B[:, None], fill_id)
-    return Prompt(input_ids_BW.to(torch.long), ids_BP, lengths_B)
+    given_ids_BW = input_ids_BW.to(torch.long)
+    to_right_BW = torch.sort(real_BW.to(torch.int8), dim=1, stable=True).indices
+    return Prompt(given_ids_BW, given_ids_BW.gather(1, to_right_BW), ids_BP, lengths_B)

@@ -5,13 +5,15 @@ B batch, W prompt width.
 
 from __future__ import annotations
 
+import copy
+import numbers
 import operator
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
 import torch
-from transformers import GenerationConfig
+from transformers import GenerationConfig, RepetitionPenaltyLogitsProcessor
 
 from glm_compile.errors import UnsupportedError
 from glm_compile.generation.processors import ScoreProcessor
@@ -265,6 +267,82 @@ def check_generation_config(config: Any) -> None:
             )
 
 
+def check_token_ids(config: Any, prompt_width: int, vocab_size: int) -> None:
+    """Raise ValueError for a field whose token is not in the vocabulary, where it would matter.
+
+    transformers finds out in the middle of the text.
+    """
+    has_decay = getattr(config, "exponential_decay_length_penalty", None) is not None
+    fields = {
+        "forced_eos_token_id": config.forced_eos_token_id,
+        "forced_bos_token_id": config.forced_bos_token_id if prompt_width == 1 else None,
+        "bad_words_ids": config.bad_words_ids,
+        "sequence_bias": _biased_sequences(config.sequence_bias),
+        "eos_token_id": config.eos_token_id if has_decay else None,
+    }
+    for name, value in fields.items():
+        wrong = [i for i in _flat_ids(value) if not 0 <= i < vocab_size]
+        if wrong:
+            reason = ", which exponential_decay_length_penalty favours," if has_decay else ""
+            reason = reason if name == "eos_token_id" else ""
+            raise ValueError(
+                f"generate: {name}{reason} must hold ids in 0..{vocab_size - 1}, got {wrong}"
+            )
+
+
+def _biased_sequences(value: Any) -> Any:
+    """The ids of a `sequence_bias`, whose form transformers has checked."""
+    if value is None:
+        return None
+    return [list(s) for s in value] if isinstance(value, dict) else [pair[0] for pair in value]
+
+
+def _flat_ids(value: Any) -> list[int]:
+    if value is None:
+        return []
+    if isinstance(value, torch.Tensor):
+        return value.flatten().tolist()
+    if isinstance(value, (list, tuple)):
+        return [i for part in value for i in _flat_ids(part)]
+    return [value]
+
+
+def check_processor_fields(
+    model: Any, generation_config: Any, arguments: Mapping[str, Any]
+) -> None:
+    """Raise ValueError for a field that transformers would stumble over without naming it.
+
+    Args:
+        generation_config: as the caller gave it, or None.
+        arguments: of the call; they come before the config, and the config before the model's.
+    """
+
+    def value_of(name: str) -> Any:
+        if name in arguments:
+            return arguments[name]
+        configs = (generation_config, getattr(model, "generation_config", None))
+        values = (getattr(config, name, None) for config in configs)
+        return next((value for value in values if value is not None), None)
+
+    for name in ("suppress_tokens", "begin_suppress_tokens"):
+        value = value_of(name)
+        if value is not None and not _is_list_of(numbers.Integral, value):
+            raise ValueError(f"generate: {name} must be a list of token ids, got {value!r}")
+    name = "exponential_decay_length_penalty"
+    if (value := value_of(name)) is None:
+        return
+    if not _is_list_of(numbers.Real, value) or len(value) != 2:
+        raise ValueError(f"generate: {name} must be (start, factor), got {value!r}")
+    if value_of("eos_token_id") is None:
+        raise ValueError(f"generate: {name}={value!r} needs an eos_token_id")
+
+
+def _is_list_of(kind: type, value: Any) -> bool:
+    if isinstance(value, torch.Tensor):
+        value = value.tolist()
+    return isinstance(value, (list, tuple)) and all(isinstance(v, kind) for v in value)
+
+
 def check_model_kwargs(kwargs: Mapping[str, Any], attention_mask: torch.Tensor | None) -> None:
     """Raise ValueError for an argument of the model's forward that the loop would drop."""
     for name, value in kwargs.items():
@@ -327,6 +405,7 @@ def build_request(
         min_prompt_width: least width of the compacted prompts and of their chunks.
     """
     check_generation_config(config)
+    check_token_ids(config, input_ids.shape[1], vocab_size)
     stop = StopRules.from_criteria(stopping_criteria)
     for criterion in stop.criteria:
         if not callable(criterion):
@@ -358,13 +437,19 @@ def build_request(
             f"generate: max_length ({max_length}) leaves no token to generate behind a prompt of "
             f"{prompt.given_width}"
         )
+    pad_id = _pad_id(config, stop, batch_size)
     return Request(
         prompt=prompt,
         max_new_tokens=max_new_tokens,
         do_sample=bool(config.do_sample),
-        pad_id=_pad_id(config, stop, batch_size),
+        pad_id=pad_id,
         stop=stop,
-        processor=ScoreProcessor(logits_processor),
+        processor=ScoreProcessor(
+            [_ignore_padding(p, prompt, attention_mask) for p in logits_processor],
+            eos_ids=stop.eos_ids,
+            max_length=prompt.given_width + max_new_tokens,
+            fill_id=pad_id,
+        ),
         # More drafts than tokens are wanted could never be kept.
         num_drafts=min(num_drafts, max(max_new_tokens, UNCLIPPED_DRAFT_TOKENS)),
         is_index_shared=is_index_shared,
@@ -376,6 +461,22 @@ def build_request(
         keeps_logits=returns_dict and bool(config.output_logits),
         returns_dict=returns_dict,
     )
+
+
+def _ignore_padding(processor: Any, prompt: Prompt, attention_mask: torch.Tensor | None) -> Any:
+    """A repetition penalty that transformers prepared, for prompts whose padding is on the left.
+
+    It leaves out what stands before a row's first real token (from transformers 5.21 or so on).
+    """
+    ignored = getattr(processor, "prompt_ignore_length", None)
+    is_penalty = type(processor) is RepetitionPenaltyLogitsProcessor
+    if not is_penalty or not isinstance(ignored, torch.Tensor) or attention_mask is None:
+        return processor
+    if not torch.equal(ignored, (attention_mask != 0).int().argmax(dim=1).to(ignored)):
+        return processor
+    processor = copy.copy(processor)
+    processor.prompt_ignore_length = (prompt.given_width - prompt.lengths_B).to(ignored)
+    return processor
 
 
 def _pad_id(config: Any, stop: StopRules, batch_size: int) -> int:

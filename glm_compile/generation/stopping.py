@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from transformers.generation.stopping_criteria import EosTokenCriteria, MaxLengthCriteria
 
-from glm_compile.generation.processors import prefix_groups
+from glm_compile.generation.processors import prefix_groups, visible_prefixes
 
 # Scores of each generated position so far, one [B, V] each, up to a number of positions.
 ScoreHistory = Callable[[int], "tuple[torch.Tensor, ...] | None"]
@@ -57,6 +57,7 @@ def cut_by_criteria(
     kept: Sequence[int],
     history: ScoreHistory,
     prompt_width: int,
+    fill_id: int = 0,
 ) -> tuple[list[int], list[bool]]:
     """Ask the criteria about each prefix that plain decoding would have shown them, in its order.
 
@@ -67,19 +68,22 @@ def cut_by_criteria(
         kept: tokens of the block that each row keeps so far; 0 for a finished row.
         history: scores for a criterion that reads them.
         prompt_width: columns of the prompt.
+        fill_id: stands behind a row that is shorter than the prefix of a call.
 
     Returns:
         kept tokens of each row, and whether a criterion ended it.
     """
     kept = list(kept)
+    ends = [first_end - 1 + n for first_end, n in zip(first_ends, kept)]
     stopped = [False] * len(kept)
     for length, rows in prefix_groups(first_ends, [n > 0 for n in kept], kept):
         waiting = [row is not None and not stopped[b] for b, row in enumerate(rows)]
         if not any(waiting):
             continue
         scores = history(length - prompt_width)
+        shown = visible_prefixes(text_BW, length, ends, fill_id)
         for criterion in criteria:
-            ended = torch.as_tensor(criterion(text_BW[:, :length], scores)).flatten().tolist()
+            ended = torch.as_tensor(criterion(shown, scores)).flatten().tolist()
             if len(ended) not in (1, len(kept)):
                 raise ValueError(
                     f"generate: stopping criterion {type(criterion).__name__} must return one bool "
@@ -89,5 +93,5 @@ def cut_by_criteria(
             for b, row in enumerate(rows):
                 if waiting[b] and ended[b]:
                     assert row is not None
-                    kept[b], stopped[b] = row + 1, True
+                    kept[b], stopped[b], ends[b] = row + 1, True, length
     return kept, stopped

@@ -8,6 +8,7 @@ import pytest
 import torch
 from transformers import LogitsProcessor, LogitsProcessorList
 from transformers.generation.logits_process import (
+    NoBadWordsLogitsProcessor,
     PrefixConstrainedLogitsProcessor,
     SynthIDTextWatermarkLogitsProcessor,
     TemperatureLogitsWarper,
@@ -112,12 +113,96 @@ def test_a_prefix_callback_sees_only_generated_prefixes() -> None:
     assert torch.isfinite(scores[:2]).nonzero()[:, 2].tolist() == [5, 5]
 
 
-def test_a_prefix_callback_that_allows_nothing_is_an_error() -> None:
-    constraint = PrefixConstrainedLogitsProcessor(lambda prompt, prefix: [], 1)
-    with pytest.raises(ValueError, match="prefix_allowed_tokens_fn allows no token"):
+def test_a_prefix_callback_that_allows_nothing_is_an_error_where_a_token_is_kept() -> None:
+    constraint = PrefixConstrainedLogitsProcessor(lambda b, p: [] if len(p) > b else [3], 1)
+    processor = ScoreProcessor([constraint])
+    scores = processor(torch.zeros(2, 2, VOCAB), torch.zeros(2, 4).long(), [1, 1], [True, True])
+    assert scores.isfinite().sum(dim=-1).tolist() == [[0, 0], [1, 0]]
+    processor.check_kept([0, 1])
+    for kept, row in (([1, 0], 0), ([0, 2], 1)):
+        with pytest.raises(ValueError, match=rf"allows no token for row {row}"):
+            processor.check_kept(kept)
+
+
+@pytest.mark.parametrize("allowed", [[VOCAB], {3, 4}, "ab"])
+def test_a_prefix_callback_that_returns_no_ids_is_an_error(allowed: Any) -> None:
+    constraint = PrefixConstrainedLogitsProcessor(lambda prompt, prefix: allowed, 1)
+    with pytest.raises(ValueError, match=r"prefix_allowed_tokens_fn must return .* 0\.\.11"):
         ScoreProcessor([constraint])(
             torch.zeros(1, 1, VOCAB), torch.zeros(1, 3).long(), [2], [True]
         )
+
+
+def test_a_constraint_holds_even_if_its_tokens_are_forbidden_otherwise() -> None:
+    processors = [
+        NoBadWordsLogitsProcessor([[7]]),
+        PrefixConstrainedLogitsProcessor(lambda b, prefix: [7 - b], 1),
+    ]
+    text, logits = torch.zeros(2, 4).long(), torch.randn(2, VOCAB)
+    scores = ScoreProcessor(processors)(logits[:, None], text, [4, 4], [True, True])[:, 0]
+    assert torch.equal(scores, LogitsProcessorList(processors)(text, logits))
+    assert scores[0, 7] == 0
+
+
+class Notes(LogitsProcessor):
+    """Notes each text that it is shown."""
+
+    def __init__(self) -> None:
+        self.texts: list[list[list[int]]] = []
+
+    def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
+        self.texts.append(input_ids.tolist())
+        input_ids.fill_(0)
+        return scores + 1
+
+
+def test_rows_behind_the_end_are_not_shown() -> None:
+    """Behind a drafted end of the sequence, or behind the budget, plain decoding shows nothing."""
+    text = torch.tensor([[4, 5, 9, 6, 7, 8]])
+    before = text.clone()
+    shown = Notes()
+    processor = ScoreProcessor([shown], eos_ids=[9], max_length=20)
+    scores = processor(torch.zeros(1, 4, VOCAB), text, [2], [True])
+    assert shown.texts == [[[4, 5]]]
+    assert torch.equal(text, before)
+    assert scores[0, :, 0].tolist() == [1, 0, 0, 0]
+
+
+@pytest.mark.parametrize(
+    ("num_drafts", "expected"), [(0, [1, 1, 0]), (1, [1, 0, 0]), (2, [0, 0, 0])]
+)
+def test_a_draft_that_ends_the_sequence_counts_in_the_prefix(
+    num_drafts: int, expected: list[int]
+) -> None:
+    text = torch.tensor([[9, 5, 6, 9, 7, 8]])
+    # The id is the token at index 3; the prompt's own does not count.
+    first_end = 2 + num_drafts
+    processor = ScoreProcessor([Notes()], eos_ids=[9])
+    scores = processor(torch.zeros(1, 3, VOCAB), text, [first_end], [True], num_drafts)
+    assert scores[0, :, 0].tolist() == expected
+
+
+def test_rows_behind_the_budget_are_left_alone() -> None:
+    processor = ScoreProcessor([Notes()], max_length=5)
+    text = torch.zeros(2, 9).long()
+    scores = processor(torch.zeros(2, 3, VOCAB), text, [3, 5], [True, True])
+    assert scores[:, :, 0].tolist() == [[1, 1, 0], [0, 0, 0]]
+
+
+def test_a_sequence_without_a_row_is_shown_as_finished() -> None:
+    """Neither old drafts nor later tokens stand behind what it has."""
+    shown = Notes()
+    text = torch.tensor([[1, 2, 3, 8, 8, 8], [4, 5, 6, 7, 1, 8]])
+    processor = ScoreProcessor([shown], fill_id=11)
+    processor(torch.zeros(2, 1, VOCAB), text, [2, 5], [True, True])
+    assert shown.texts == [[[1, 2], [4, 5]], [[1, 2, 11, 11, 11], [4, 5, 6, 7, 1]]]
+
+
+def test_nested_lists_are_looked_into() -> None:
+    nested = LogitsProcessorList([LogitsProcessorList([TemperatureLogitsWarper(0.5)])])
+    processor = ScoreProcessor(nested)
+    assert not processor.needs_text
+    assert torch.equal(processor(torch.ones(1, 1, VOCAB)), torch.full((1, 1, VOCAB), 2.0))
 
 
 def test_scores_of_another_shape_are_an_error() -> None:
@@ -128,13 +213,19 @@ def test_scores_of_another_shape_are_an_error() -> None:
         ScoreProcessor([broken])(torch.zeros(1, 1, VOCAB), torch.zeros(1, 3).long(), [2], [True])
 
 
-def test_a_processor_with_a_memory_is_refused() -> None:
-    stateful = SynthIDTextWatermarkLogitsProcessor(
+class OwnSynthID(SynthIDTextWatermarkLogitsProcessor):
+    pass
+
+
+@pytest.mark.parametrize("kind", [SynthIDTextWatermarkLogitsProcessor, OwnSynthID])
+@pytest.mark.parametrize("wrap", [list, lambda p: [LogitsProcessorList(p)]])
+def test_a_processor_with_a_memory_is_refused(kind: Any, wrap: Any) -> None:
+    stateful = kind(
         ngram_len=3, keys=[1, 2], sampling_table_size=64, sampling_table_seed=0,
         context_history_size=8, device=torch.device("cpu"),
     )  # fmt: skip
     with pytest.raises(ValueError, match="watermarking_config"):
-        ScoreProcessor([stateful])
+        ScoreProcessor(wrap([stateful]))
 
 
 @pytest.mark.parametrize("processor", [3, lambda ids, scores, step: scores])

@@ -15,6 +15,12 @@ def test_padding_anywhere_is_removed_and_order_is_kept() -> None:
     assert prompt.lengths_B.tolist() == [2, 3, 2, 4]
     assert prompt.ids_BP.tolist() == [[1, 2, 0, 0], [1, 2, 3, 0], [1, 2, 0, 0], [1, 2, 3, 4]]
     assert prompt.given_ids_BW is ids or torch.equal(prompt.given_ids_BW, ids)
+    assert prompt.aligned_ids_BW.tolist() == [
+        [9, 9, 1, 2],
+        [9, 1, 2, 3],
+        [9, 9, 1, 2],
+        [1, 2, 3, 4],
+    ]
 
 
 def test_width_is_that_of_the_longest_prompt() -> None:

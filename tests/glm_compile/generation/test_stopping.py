@@ -82,3 +82,16 @@ def test_an_answer_of_another_size_is_an_error() -> None:
             _no_scores,
             1,
         )
+
+
+def test_nothing_stands_behind_what_a_row_keeps() -> None:
+    """A criterion that remembers must not see the drafts that were rejected behind a row's end."""
+    criterion = EndsWith(3)
+    text = torch.tensor([[9, 1, 3, 8, 8, 8], [9, 9, 1, 2, 4, 8], [9, 9, 8, 8, 8, 8]])
+    cut_by_criteria([criterion], text, [2, 3, 3], [3, 3, 0], _no_scores, 1, 7)
+    assert criterion.prefixes == [
+        [[9, 1], [9, 9], [9, 9]],
+        [[9, 1, 3], [9, 9, 1], [9, 9, 7]],
+        [[9, 1, 3, 7], [9, 9, 1, 2], [9, 9, 7, 7]],
+        [[9, 1, 3, 7, 7], [9, 9, 1, 2, 4], [9, 9, 7, 7, 7]],
+    ]
