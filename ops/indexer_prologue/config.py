@@ -1,4 +1,4 @@
-"""Sizes of the indexer prologue's programs, from sweeps on an H200."""
+"""Sizes of the indexer prologue's programs, from sweeps on an H200 at 1, 6 and 2048 tokens."""
 
 from __future__ import annotations
 
