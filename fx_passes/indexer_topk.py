@@ -17,8 +17,8 @@ Exact tier, PagedCache in the model's dtype: `paged_gather` goes too, the scores
 FP8 tier (`indexer_dtype="fp8"`, PagedCache with FP8 keys): the same with q through `glm.fp8_quant`
 and its scale in the weights. Here q and keys lose precision; nothing else does so.
 
-The selection gets no plan: `topk_plan` holds a row's window, which the kernels take from the lengths
-as cheaply, while to make one is a launch more a forward. Lengths are made once a forward already.
+The selection gets no plan: `topk_plan` holds a row's window, which the kernels take from the
+lengths as cheaply, while to make one is a launch more. Lengths are made once a forward already.
 
 Declines where an operand is not in the dtype or the order that the ops assume, where something
 else reads the scores, and where the tier and the cache do not fit each other.
