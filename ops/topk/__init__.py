@@ -11,7 +11,9 @@ import torch
 
 from glm_compile.ops import _dispatch
 from glm_compile.ops._bounds import INDEX_DTYPES, check_key_mask, check_rows, expand_key_mask
+from glm_compile.ops._cute import why_no_cute
 from glm_compile.ops._library import register_op
+from glm_compile.ops.topk.config import MAX_CUTE_K, MAX_CUTE_KEYS
 from glm_compile.ops.topk.reference import topk_plan_reference, topk_select_reference
 
 __all__ = ["masked_topk", "topk_plan", "topk_select"]
@@ -50,7 +52,7 @@ def topk_select(
     """Select the k highest-scored positions of each row.
 
     - A row's keys are the positions start <= p < length; a length beyond T counts as T, a negative
-      start as 0. Scores outside are not read.
+      start as 0. Scores outside do not matter, whatever they are.
     - NaN and -inf are never selected; +inf is the highest score; -0.0 equals +0.0.
     - Among equal scores the lowest position wins.
     - The result is ascending by position and -1 from min(k, number of selectable keys) on. A row
@@ -71,7 +73,7 @@ def topk_select(
         block_table: int32 or int64 [B, pages], B * rows_per_sequence = R.
         rows_per_sequence: rows that share a line of the block table.
         page_size: tokens of a page.
-        backend: `reference` or `triton` to force one; None takes the first that can.
+        backend: `cute`, `triton` or `reference` to force one; None takes the first that can.
 
     Returns:
         int32 [R, k], contiguous.
@@ -171,6 +173,36 @@ def _check_table(block_table: torch.Tensor, num_rows: int, rows_per_sequence: in
         )
 
 
+def _why_not_cute(
+    scores_RT: torch.Tensor,
+    lengths_R: torch.Tensor,
+    k: int,
+    starts_R: torch.Tensor | None = None,
+    plan: torch.Tensor | None = None,
+    block_table: torch.Tensor | None = None,
+    *_args: Any,
+) -> str | None:
+    if scores_RT.dtype != torch.float32:
+        return f"scores must be float32, got {scores_RT.dtype}"
+    if k > MAX_CUTE_K:
+        return f"k is at most {MAX_CUTE_K}, got {k}"
+    num_keys = scores_RT.shape[1]
+    if num_keys > MAX_CUTE_KEYS:
+        return f"a row's keys must fit in a cluster, {MAX_CUTE_KEYS} of them, got {num_keys}"
+    if num_keys > 1 and scores_RT.stride(1) != 1:
+        return f"the scores of a row must be adjacent, got stride {scores_RT.stride(1)}"
+    for tensor in (lengths_R, starts_R, plan, block_table):
+        if tensor is not None and tensor.device != scores_RT.device:
+            return f"everything must be on {scores_RT.device}, got {tensor.device}"
+    return why_no_cute(scores_RT, ("sm_90a",))
+
+
+def _run_cute(*args: Any) -> torch.Tensor:
+    from glm_compile.ops.topk.cute_kernel import topk_select_cute
+
+    return topk_select_cute(*args)
+
+
 def _why_not_triton(scores_RT: torch.Tensor, *_args: Any) -> str | None:
     if scores_RT.shape[1] >= 2**31 - 2**14:
         return f"positions do not fit 32 bits: {scores_RT.shape[1]} keys a row"
@@ -184,6 +216,7 @@ def _run_triton(*args: Any) -> torch.Tensor:
 
 
 _BACKENDS = (
+    _dispatch.Backend("cute", _why_not_cute, _run_cute),
     _dispatch.Backend("triton", _why_not_triton, _run_triton),
     _dispatch.Backend("reference", _dispatch.always, topk_select_reference),
 )

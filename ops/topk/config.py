@@ -1,4 +1,4 @@
-"""How the Triton top-k splits its work. Bins and rounds are fixed: four digits of 8 bits."""
+"""How the top-k kernels split their work: Triton's by a rule, CuTe's by a measured table."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class TopkConfig:
-    """Shape of one launch.
+    """Shape of one launch of the Triton kernels. Bins and rounds are fixed: four digits of 8 bits.
 
     Attributes:
         block: keys a program ranks at a time; at most 16384, since two counts share 32 bits.
@@ -42,3 +42,150 @@ def default_config(num_rows: int, num_keys: int, num_multiprocessors: int) -> To
         ):
             num_slices *= 2
     return TopkConfig(block=2048, num_warps=8, num_slices=num_slices)
+
+
+# Largest k of the CuTe kernel, and shared memory that a block may have on sm_90.
+MAX_CUTE_K = 2048
+_MAX_SHARED_BYTES = 227 * 1024
+
+
+@dataclass(frozen=True)
+class Variant:
+    """What a CuTe kernel is specialised for.
+
+    Attributes:
+        source: `registers`, `filtered` or `streamed`; see the kernel's docstring.
+        cluster: blocks a row, a power of two up to 16.
+        num_threads: threads a block.
+        keys_per_thread: of the slice in registers, or loaded at once when streaming.
+        bin_bits: bits that a round of the histogram tells apart.
+        slice_keys: keys of the longest slice.
+        buffer_keys: keys that pass the bound and fit in shared memory; 0 for `registers`.
+        rising_keys: keys that a thread loads at once while the bound rises.
+        is_vector: rows start at 16 bytes and end at a multiple of 4 keys.
+        has_starts, has_plan, has_table: which optional arguments are given.
+        lengths_64, starts_64, table_64: int64 instead of int32.
+    """
+
+    source: str
+    cluster: int
+    num_threads: int
+    keys_per_thread: int
+    bin_bits: int
+    slice_keys: int
+    buffer_keys: int = 0
+    rising_keys: int = 4
+    is_vector: bool = True
+    has_starts: bool = False
+    has_plan: bool = False
+    has_table: bool = False
+    lengths_64: bool = False
+    starts_64: bool = False
+    table_64: bool = False
+
+    def __post_init__(self) -> None:
+        step = self.num_threads * self.rising_keys
+        if self.source == "registers":
+            held = self.num_threads * self.keys_per_thread
+            if self.slice_keys > held:
+                raise ValueError(
+                    f"topk: a block holds {held} keys, got slices of {self.slice_keys}"
+                )
+        elif self.buffer_keys < MAX_CUTE_K + step:
+            raise ValueError(
+                f"topk: a buffer must hold the best {MAX_CUTE_K} and a step of {step} keys, got "
+                f"{self.buffer_keys}"
+            )
+        if (shared := self.shared_bytes) > _MAX_SHARED_BYTES:
+            raise ValueError(f"topk: {shared} bytes of shared memory do not fit in a block")
+
+    @property
+    def max_keys(self) -> int:
+        """Keys of the longest row."""
+        return self.cluster * self.slice_keys
+
+    @property
+    def shared_bytes(self) -> int:
+        """Shared memory of a block, as the kernel allocates it."""
+        in_cluster = self.cluster if self.cluster > 1 else 0
+        words = (2 if in_cluster else 1) * (1 << self.bin_bits) + in_cluster * (1 << self.bin_bits)
+        # Scans, state, candidates; barriers, headers and the candidates of the cluster.
+        words += 8 * 32 + 8 + 2 * 32 + (4 if in_cluster else 0) + in_cluster * (2 + 2 * 32)
+        if self.source != "registers":
+            words += -(-self.slice_keys // 32) + 2 * self.buffer_keys
+        return 4 * words
+
+
+def _registers(cluster: int, num_threads: int, keys_per_thread: int, bin_bits: int = 8) -> Variant:
+    slice_keys = num_threads * keys_per_thread
+    return Variant("registers", cluster, num_threads, keys_per_thread, bin_bits, slice_keys)
+
+
+def _filtered(cluster: int, num_threads: int, keys_per_thread: int, slice_keys: int) -> Variant:
+    return Variant("filtered", cluster, num_threads, keys_per_thread, 8, slice_keys, 8192)
+
+
+def _streamed(slice_keys: int) -> Variant:
+    return Variant("streamed", 1, 512, 8, 11, slice_keys, 8192, 8)
+
+
+# 256K keys: filtered rows are 0.5 us faster, and three times as slow where the sample misleads.
+_LONG = (_registers(16, 1024, 16), _filtered(16, 1024, 16, 1 << 16))
+
+# (rows up to which a part of the table holds, its variants by rising `max_keys`). Few rows take the
+# largest cluster of which all are on the device at once: an H200 holds 7 clusters of 16 blocks.
+# Measured on one NVIDIA H200, 2026-11-30, scores hot, by the method of
+# `python -m glm_compile.ops.topk.tune`; in microseconds, where the shape itself was measured.
+CUTE_TABLE: tuple[tuple[int | None, tuple[Variant, ...]], ...] = (
+    (
+        7,
+        (
+            _registers(8, 256, 4),  # 6 rows of 8K: 3.4
+            _registers(8, 512, 8),  # 6 rows of 32K: 4.6
+            _registers(16, 512, 12),  # 6 rows of 80K: 6.2
+            _registers(16, 512, 16),  # 6 rows of 128K: 6.8
+            *_LONG,  # 6 rows of 256K: 10.5; 6 rows of 1M: 15.0
+        ),
+    ),
+    (
+        16,
+        (
+            _registers(8, 256, 4),
+            _registers(8, 512, 8),
+            _registers(8, 512, 20),  # 6 rows of 80K: 7.0
+            _registers(8, 512, 32),  # 6 rows of 128K: 9.4
+            *_LONG,
+        ),
+    ),
+    (
+        66,
+        (
+            _registers(4, 512, 4),  # 6 rows of 8K: 3.6
+            _registers(4, 512, 16),  # 6 rows of 32K: 5.8
+            _registers(8, 512, 20),
+            _registers(8, 512, 32),
+            *_LONG,
+        ),
+    ),
+    (
+        None,
+        (
+            _registers(1, 512, 16, 11),  # 2048 rows of 8K: 69
+            _registers(1, 1024, 16, 11),
+            _streamed(1 << 17),  # 2048 rows of 128K: 662
+            _streamed(1 << 18),
+            _streamed(1 << 19),
+            _LONG[-1],
+        ),
+    ),
+)
+# Longest row that every part of the table has a variant for.
+MAX_CUTE_KEYS = min(variants[-1].max_keys for _, variants in CUTE_TABLE)
+
+
+def default_variant(num_rows: int, num_keys: int) -> Variant:
+    """Shape of the CuTe launch for rows of `num_keys` keys, at most `MAX_CUTE_KEYS`."""
+    for max_rows, variants in CUTE_TABLE:
+        if max_rows is None or num_rows <= max_rows:
+            return next(variant for variant in variants if num_keys <= variant.max_keys)
+    raise AssertionError("the table's last part takes any number of rows")

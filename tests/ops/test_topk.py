@@ -11,6 +11,7 @@ import pytest
 import torch
 from hypothesis import strategies
 
+from glm_compile.ops._cute import why_no_cute
 from glm_compile.ops.topk import masked_topk, topk_plan, topk_select
 from glm_compile.ops.topk.config import TopkConfig, default_config
 from tests.compile_only import ARCHS, compile_triton
@@ -181,8 +182,22 @@ def test_any_row_of_floats(row: list[float], start: int, length: int, k: int) ->
         ({"block_table": torch.ones(2, dtype=torch.int32)}, "block_table must be"),
         ({"block_table": torch.ones(3, 1, dtype=torch.int32)}, "3 sequences of 1 rows expected"),
         ({"rows_per_sequence": 0}, ".* must be at least 1, got 0 and 64"),
-        ({"backend": "cuda"}, "unknown backend 'cuda'; this op has 'triton', 'reference'"),
+        ({"backend": "cuda"}, "unknown backend 'cuda'; this op has 'cute', 'triton', 'reference'"),
         ({"backend": "triton"}, "backend 'triton' cannot run this call: .*CUDA"),
+        (
+            {"backend": "cute", "scores_RT": torch.ones(2, 4).bfloat16()},
+            "backend 'cute' cannot run this call: scores must be float32, got torch.bfloat16",
+        ),
+        ({"backend": "cute", "k": 2049}, "backend 'cute' cannot run .* at most 2048, got 2049"),
+        (
+            {"backend": "cute", "scores_RT": torch.ones(1, 1).expand(2, 2**20 + 1)},
+            "backend 'cute' cannot run .* 1048576 of them, got 1048577",
+        ),
+        (
+            {"backend": "cute", "scores_RT": torch.ones(4, 2).T},
+            "backend 'cute' cannot run .* must be adjacent, got stride 2",
+        ),
+        ({"backend": "cute"}, "backend 'cute' cannot run this call: .*CU"),
     ],
 )
 def test_refuses_wrong_arguments(changes: dict[str, Any], message: str) -> None:
@@ -418,12 +433,20 @@ def test_one_kernel_serves_every_length() -> None:
 # GPU ----------------------------------------------------------------------------------------------
 
 
+def skip_without(backend: str) -> None:
+    """Skip where the GPU or the install lacks the backend."""
+    if backend == "cute" and (reason := why_no_cute(torch.empty(0, device="cuda"))):
+        pytest.skip(reason)
+
+
 @pytest.mark.gpu
+@pytest.mark.parametrize("backend", ["triton", "cute"])
 @pytest.mark.parametrize("num_keys", [1, 2047, 2048, 2049, 8192, 16_385, 40_003, 131_072])
-def test_gpu_kernel_on_adversarial_rows(num_keys: int) -> None:
+def test_gpu_kernel_on_adversarial_rows(num_keys: int, backend: str) -> None:
+    skip_without(backend)
     scores = topk_oracle.adversarial_rows(num_keys).cuda()
     lengths = full(scores).cuda()
-    got = topk_select(scores, lengths, 2048, backend="triton")
+    got = topk_select(scores, lengths, 2048, backend=backend)
     assert torch.equal(got, topk_select(scores, lengths, 2048, backend="reference"))
 
 
@@ -446,24 +469,30 @@ def test_gpu_kernel_windows_and_pages(dtype: torch.dtype, num_slices: int) -> No
 
 
 @pytest.mark.gpu
+@pytest.mark.parametrize("backend", ["triton", "cute"])
 @pytest.mark.parametrize("num_keys", [8192, 131_072])
-def test_gpu_repeats_are_bitwise_equal(num_keys: int) -> None:
-    scores = torch.randn(6, num_keys, device="cuda").bfloat16()
+def test_gpu_repeats_are_bitwise_equal(num_keys: int, backend: str) -> None:
+    skip_without(backend)
+    scores = torch.randn(6, num_keys, device="cuda").bfloat16().float()
     lengths = full(scores).cuda()
-    want = topk_select(scores, lengths, 2048)
+    want = topk_select(scores, lengths, 2048, backend=backend)
     for _ in range(20):
-        assert torch.equal(topk_select(scores, lengths, 2048), want)
-    assert torch.equal(topk_select(scores[2:3], lengths[:1], 2048), want[2:3])
+        assert torch.equal(topk_select(scores, lengths, 2048, backend=backend), want)
+    alone = topk_select(scores[2:3], lengths[:1], 2048, backend=backend)
+    assert torch.equal(alone, want[2:3])
 
 
 @pytest.mark.gpu
+@pytest.mark.parametrize("backend", ["triton", "cute"])
 @pytest.mark.parametrize("num_keys", [8192, 131_072])
-def test_gpu_graph_replays_with_new_scores_and_lengths(num_keys: int) -> None:
+def test_gpu_graph_replays_with_new_scores_and_lengths(num_keys: int, backend: str) -> None:
+    skip_without(backend)
     scores = torch.randn(6, num_keys, device="cuda")
     lengths = full(scores).cuda()
 
     def select() -> torch.Tensor:
-        return topk_select(scores, lengths, 2048, plan=topk_plan(lengths, 2048))
+        plan = topk_plan(lengths, 2048)
+        return topk_select(scores, lengths, 2048, plan=plan, backend=backend)
 
     select()
     graph = torch.cuda.CUDAGraph()
