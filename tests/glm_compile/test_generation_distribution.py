@@ -201,6 +201,10 @@ def depends_on_all(text: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
     return scores + ((text * places).sum(dim=1, keepdim=True) + torch.arange(VOCAB)) % 3
 
 
+def names(fields: dict[str, Any]) -> str:
+    return "-".join(fields) or "defaults"
+
+
 FIELDS: list[dict[str, Any]] = [
     {},
     {"temperature": 0.3},
@@ -256,14 +260,14 @@ def _without_transformers_warnings() -> Any:
         yield
 
 
-@pytest.mark.parametrize("fields", FIELDS, ids=str)
+@pytest.mark.parametrize("fields", FIELDS, ids=names)
 def test_texts_sampled_with_drafts_follow_the_target(models: Models, fields: dict) -> None:
     fields = complete(fields)
     tokens, _accept_lengths = sampled(models, fields)
     assert_follows(tokens, exact_distribution(models, fields))
 
 
-@pytest.mark.parametrize("fields", FIELDS, ids=str)
+@pytest.mark.parametrize("fields", FIELDS, ids=names)
 def test_a_seed_without_drafts_gives_the_texts_of_transformers(
     models: Models, fields: dict
 ) -> None:
@@ -290,7 +294,7 @@ def test_drafts_are_accepted_and_rejected_in_these_tests(models: Models) -> None
 @pytest.mark.parametrize(
     "fields",
     [{"top_p": 0.9, "temperature": 1.3}, {"eos_token_id": EOS, "no_repeat_ngram_size": 2}],
-    ids=str,
+    ids=names,
 )
 def test_other_numbers_of_drafts(models: Models, fields: dict, num_drafts: int) -> None:
     fields = complete(fields)
@@ -353,7 +357,9 @@ def test_unequal_prompts_in_one_batch(models: Models, side: str) -> None:
 
 
 @pytest.mark.parametrize("num_drafts", [0, 2])
-@pytest.mark.parametrize("fields", [{}, {"repetition_penalty": 1.5, "eos_token_id": EOS}], ids=str)
+@pytest.mark.parametrize(
+    "fields", [{}, {"repetition_penalty": 1.5, "eos_token_id": EOS}], ids=names
+)
 def test_a_seed_gives_the_same_texts_again(models: Models, fields: dict, num_drafts: int) -> None:
     ids = PROMPT.expand(64, -1)
     texts = [
