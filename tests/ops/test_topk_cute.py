@@ -162,16 +162,12 @@ ROWS: dict[str, Callable[[int], torch.Tensor]] = {
 
 
 def hard_rows(num_rows: int, num_keys: int) -> torch.Tensor:
-    """Rows of every kind in turn, fresh ones in each run."""
+    """Rows of every kind in a random order, fresh ones in each run."""
     torch.manual_seed(torch.seed() % 2**31)
     makers = list(ROWS.values())
-    used = [makers[i](num_keys) for i in range(min(num_rows, len(makers)))]
-    if num_rows <= len(makers):
-        # Few rows: any of the kinds.
-        order = torch.randperm(len(makers))[:num_rows].tolist()
-        used = [makers[i](num_keys) for i in order]
-    repeated = [used[r % len(used)] for r in range(num_rows)]
-    return torch.stack(repeated).cuda() if repeated else torch.empty(0, num_keys, device="cuda")
+    used = [makers[i](num_keys) for i in torch.randperm(len(makers))[:num_rows].tolist()]
+    rows = [used[r % len(used)] for r in range(num_rows)]
+    return torch.stack(rows).cuda()
 
 
 def border_lengths(num_rows: int, num_keys: int) -> torch.Tensor:
