@@ -12,6 +12,7 @@ import torch
 
 from glm_compile.ops import _dispatch
 from glm_compile.ops._bounds import INDEX_DTYPES, check_key_mask, check_rows, expand_key_mask
+from glm_compile.ops._cute import why_no_cute
 from glm_compile.ops._library import register_op
 from glm_compile.ops.indexer_scores.reference import (
     indexer_scores_paged_reference,
@@ -24,6 +25,9 @@ __all__ = ["indexer_scores", "indexer_scores_paged"]
 
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 _MAX_GRID = 65535
+_CUTE_HEADS = (16, 32, 64)
+_CUTE_HEAD_DIM = 128
+_CUTE_ALIGNMENT = 16
 
 
 def indexer_scores(
@@ -52,7 +56,7 @@ def indexer_scores(
         starts_BS: int32 or int64; None = 0.
         key_mask: bool, broadcastable to [B, S, T]; its last axis may be longer than T.
         softmax_scale: None = D^-0.5.
-        backend: `reference` or `triton` to force one; None takes the first that can.
+        backend: `reference`, `triton` or `cute` to force one; None takes the first that can.
 
     Returns:
         float32 [B, S, T], contiguous.
@@ -110,8 +114,10 @@ def indexer_scores_paged(
     """Score the keys of pages: key scale * sum over heads of weights * relu(q . k), in fp32.
 
     The weights hold every other factor: gate * D^-0.5 * H^-0.5 * q scale. All rows of a sequence
-    read a key once. NaN, windows, `key_mask`, determinism and sizes are as for `indexer_scores`; a
-    position without a page (beyond the table, or a negative entry) scores -inf.
+    (`cute`, `triton`: each 8 of them) read a key once. NaN, windows, `key_mask`, determinism and
+    sizes are as for `indexer_scores`; a position without a page (beyond the table, or a negative
+    entry) scores -inf. Hopper's tensor cores add FP8 products up with about 14 bits: `cute` keeps
+    that sum for all of D, `triton` for 32 products at a time.
 
     Args:
         q_fp8_RHD: float8_e4m3fn for FP8 pages, else the pages' dtype; any strides.
@@ -124,7 +130,7 @@ def indexer_scores_paged(
         starts_R: int32 or int64; None = 0.
         key_mask: bool, broadcastable to [B, rows_per_sequence, T]; its last axis may be longer.
         rows_per_sequence: rows that share a line of the block table.
-        backend: `reference` or `triton` to force one; None takes the first that can.
+        backend: `reference`, `triton` or `cute` to force one; None takes the first that can.
 
     Returns:
         float32 [R, max_len], contiguous.
@@ -196,6 +202,106 @@ def _why_not_triton(q: torch.Tensor, num_batch: int, num_queries: int, num_keys:
     if q.dtype == torch.float8_e4m3fn and (reason := _dispatch.why_no_fp8(q)) is not None:
         return reason
     return _dispatch.why_no_triton(q)
+
+
+def _why_not_cute(
+    q: torch.Tensor, weights: torch.Tensor, keys: torch.Tensor, num_keys: int
+) -> str | None:
+    if (reason := why_no_cute(q)) is not None:
+        return reason
+    if q.dtype == torch.float32:
+        return "float32 products do not run on tensor cores"
+    if q.shape[-1] != _CUTE_HEAD_DIM or q.shape[-2] not in _CUTE_HEADS:
+        return (
+            f"written for {', '.join(map(str, _CUTE_HEADS))} heads of {_CUTE_HEAD_DIM}, got "
+            f"{q.shape[-2]} of {q.shape[-1]}"
+        )
+    if weights.dtype not in _DTYPES:
+        return f"weights must be float32, bfloat16 or float16, got {weights.dtype}"
+    if num_keys >= 2**31 - 2**14:
+        return f"positions do not fit 32 bits: {num_keys}"
+    strides = [
+        stride * keys.element_size()
+        for size, stride in zip(keys.shape[:-1], keys.stride()[:-1], strict=True)
+        if size > 1
+    ]
+    is_dense = keys.stride(-1) == 1 and all(
+        stride > 0 and stride % _CUTE_ALIGNMENT == 0 for stride in strides
+    )
+    if not is_dense or keys.data_ptr() % _CUTE_ALIGNMENT:
+        return (
+            f"bulk copies need keys whose last axis is contiguous and whose rows start at "
+            f"multiples of {_CUTE_ALIGNMENT} bytes, got strides {keys.stride()}"
+        )
+    return None
+
+
+def _why_no_contiguous_cute(
+    q_BSHD: torch.Tensor, weights: torch.Tensor, k_BTD: torch.Tensor, *_rest: Any
+) -> str | None:
+    return _why_not_cute(q_BSHD, weights, k_BTD, k_BTD.shape[1])
+
+
+def _why_no_paged_cute(
+    q_RHD: torch.Tensor,
+    weights: torch.Tensor,
+    key_pages: torch.Tensor,
+    block_table: torch.Tensor,
+    lengths: torch.Tensor,
+    max_len: int,
+    *_rest: Any,
+) -> str | None:
+    return _why_not_cute(q_RHD, weights, key_pages, max_len)
+
+
+def _run_contiguous_cute(
+    q_BSHD: torch.Tensor,
+    weights_BSH: torch.Tensor,
+    k_BTD: torch.Tensor,
+    lengths_BS: torch.Tensor,
+    starts_BS: torch.Tensor | None,
+    key_mask: torch.Tensor | None,
+    softmax_scale: float,
+) -> torch.Tensor:
+    from glm_compile.ops.indexer_scores.cute_kernel import indexer_scores_cute
+
+    return indexer_scores_cute(
+        q_BSHD,
+        weights_BSH,
+        k_BTD,
+        lengths_BS,
+        starts_BS,
+        _expand(key_mask, q_BSHD.shape[0], q_BSHD.shape[1], k_BTD.shape[1]),
+        softmax_scale,
+        max_len=k_BTD.shape[1],
+    )
+
+
+def _run_paged_cute(
+    q_RHD: torch.Tensor,
+    weights_RH: torch.Tensor,
+    key_pages: torch.Tensor,
+    block_table: torch.Tensor,
+    lengths_R: torch.Tensor,
+    max_len: int,
+    starts_R: torch.Tensor | None,
+    key_mask: torch.Tensor | None,
+    rows_per_sequence: int,
+) -> torch.Tensor:
+    from glm_compile.ops.indexer_scores.cute_kernel import indexer_scores_cute
+
+    rows = (block_table.shape[0], rows_per_sequence)
+    return indexer_scores_cute(
+        q_RHD.unflatten(0, rows),
+        weights_RH.unflatten(0, rows),
+        key_pages,
+        lengths_R.unflatten(0, rows),
+        None if starts_R is None else starts_R.unflatten(0, rows),
+        _expand(key_mask, *rows, max_len),
+        1.0,
+        max_len=max_len,
+        block_table=block_table,
+    ).flatten(0, 1)
 
 
 def _why_no_contiguous_triton(
@@ -287,12 +393,33 @@ def _expand(
 
 _BACKENDS = (
     _dispatch.Backend("triton", _why_no_contiguous_triton, _run_contiguous_triton),
+    _dispatch.Backend("cute", _why_no_contiguous_cute, _run_contiguous_cute),
     _dispatch.Backend("reference", _dispatch.always, indexer_scores_reference),
 )
-_PAGED_BACKENDS = (
-    _dispatch.Backend("triton", _why_no_paged_triton, _run_paged_triton),
-    _dispatch.Backend("reference", _dispatch.always, indexer_scores_paged_reference),
-)
+_PAGED_TRITON = _dispatch.Backend("triton", _why_no_paged_triton, _run_paged_triton)
+_PAGED_CUTE = _dispatch.Backend("cute", _why_no_paged_cute, _run_paged_cute)
+_PAGED_REFERENCE = _dispatch.Backend("reference", _dispatch.always, indexer_scores_paged_reference)
+
+
+def _paged_backends(
+    q: torch.Tensor,
+    weights: torch.Tensor,
+    block_table: torch.Tensor,
+    lengths: torch.Tensor,
+    starts: torch.Tensor | None,
+    key_mask: torch.Tensor | None,
+) -> tuple[_dispatch.Backend, ...]:
+    """`cute` goes first only for the calls that it was measured with on a GPU."""
+    is_measured = (
+        q.dtype in (torch.float8_e4m3fn, torch.bfloat16)
+        and weights.dtype == torch.float32
+        and block_table.dtype == lengths.dtype == torch.int32
+        and starts is None
+        and key_mask is None
+    )
+    if is_measured:
+        return _PAGED_CUTE, _PAGED_TRITON, _PAGED_REFERENCE
+    return _PAGED_TRITON, _PAGED_CUTE, _PAGED_REFERENCE
 
 
 def _indexer_scores(
@@ -347,7 +474,7 @@ def _indexer_scores_paged(
 ) -> torch.Tensor:
     return _dispatch.run(
         "indexer_scores_paged",
-        _PAGED_BACKENDS,
+        _paged_backends(q_RHD, weights_RH, block_table, lengths_R, starts_R, key_mask),
         backend or None,
         q_RHD,
         weights_RH,

@@ -1,0 +1,828 @@
+"""Indexer scores in CuTe DSL for sm_90a: a page of keys times all rows' heads is one wgmma tile.
+
+The 64 keys of a page are the M side of a wgmma, the query rows' heads (up to 256 columns) its N
+side, so a key is read once for all rows. Blocks are persistent: one warp of a block reads the block
+table and keeps a ring of pages full by bulk tensor copies, two warpgroups take turns at the pages,
+one multiplying while the other reduces its products over the heads in registers.
+
+The pages of each block are found from the lengths on the device. One tile of rows: page p goes to
+block p modulo their number. More: the pages of all tiles form one list, cut into one piece a block.
+
+FP8 products are summed by the tensor core over all 128 dimensions, in its accumulator of fewer bits
+than fp32: on an H200 scores were off by at most 2^-15 of the sum of the absolute products behind
+them, 2^-19 on average (bf16: 2^-25 and 2^-28). All else is fp32.
+
+Shape legend: B batch, S query tokens of the step, R = B * S rows, T cached tokens, H index heads,
+D index head dim, P pages of a sequence.
+"""
+
+import functools
+from dataclasses import dataclass
+from typing import Any
+
+import cutlass
+import cutlass.cute as cute
+import torch
+from cutlass import BFloat16, Boolean, Float8E4M3FN, Float16, Float32, Int32, Int64, Uint8
+from cutlass.cute.arch import inline_ptx
+from cutlass.cute.nvgpu import OperandMajorMode, cpasync, warpgroup
+from cutlass.cute.runtime import make_fake_tensor
+from cutlass.memory import SmemAllocator
+from cutlass.tensor_utils import LayoutEnum
+from cutlass.utils import hopper_helpers as hopper
+
+from glm_compile.ops._cute import arch_of, compile_kernel
+
+_WARP = 32
+_GROUP = 128
+_PAGE = 64
+_DIM = 128
+# Columns of the widest wgmma.
+MAX_COLUMNS = 256
+# Rows of queries that share a tile at most: what the epilogue was written for.
+MAX_ROWS = 8
+_SHARED_BYTES = 220 * 1024
+# A thread of each role: (40 + 2 * 232) * 128 are the registers of a multiprocessor.
+_LOADER_REGISTERS = 40
+_SCORER_REGISTERS = 232
+
+_CUTE_TYPES = {
+    torch.float8_e4m3fn: Float8E4M3FN,
+    torch.bfloat16: BFloat16,
+    torch.float16: Float16,
+    torch.float32: Float32,
+    torch.int32: Int32,
+    torch.int64: Int64,
+    torch.uint8: Uint8,
+}
+
+
+@dataclass(frozen=True)
+class Variant:
+    """What a kernel is specialised for.
+
+    Attributes:
+        key_dtype: of q and keys.
+        num_heads: H.
+        num_rows: query rows of a tile.
+        weight_dtype, length_dtype, table_dtype: of these arguments; no table: contiguous keys.
+        start_dtype: None without starts.
+        has_mask: whether there is a key mask.
+        num_stages: pages in flight, at most; even.
+        use_pdl: start before the kernels ahead have ended.
+    """
+
+    key_dtype: torch.dtype
+    num_heads: int
+    num_rows: int
+    weight_dtype: torch.dtype = torch.float32
+    length_dtype: torch.dtype = torch.int32
+    table_dtype: torch.dtype | None = torch.int32
+    start_dtype: torch.dtype | None = None
+    has_mask: bool = False
+    num_stages: int = 16
+    use_pdl: bool = True
+
+    @property
+    def is_fp8(self) -> bool:
+        return self.key_dtype == torch.float8_e4m3fn
+
+    @property
+    def num_columns(self) -> int:
+        return self.num_rows * self.num_heads
+
+
+class IndexerScoresKernel:
+    """One variant of the kernel; `__call__` is its launcher."""
+
+    def __init__(self, variant: Variant) -> None:
+        v = variant
+        self.v = variant
+        self.dtype = _CUTE_TYPES[v.key_dtype]
+        self.num_groups = 2
+        self.num_threads = (self.num_groups + 1) * _GROUP
+        element_bytes = 1 if v.is_fp8 else 2
+        self.key_bytes = _PAGE * _DIM * element_bytes
+        self.stage_bytes = self.key_bytes + (_PAGE * 4 if v.is_fp8 else 0)
+        self.query_bytes = v.num_columns * _DIM * element_bytes
+        # Two tiles of queries, so that the next ones are there when a block moves on.
+        self.num_query_stages = 2 if self.query_bytes <= 32 * 1024 else 1
+        room = _SHARED_BYTES - self.num_query_stages * self.query_bytes
+        self.num_stages = min(v.num_stages, room // self.stage_bytes // 2 * 2)
+        self.num_steps = _DIM * element_bytes // 32
+        # Pairs of adjacent columns of one row that a thread holds.
+        self.num_pairs = v.num_heads // 8
+
+    @cute.jit
+    def __call__(
+        self,
+        q: cute.Tensor,
+        weights: cute.Tensor,
+        keys: cute.Tensor,
+        table: cute.Tensor | None,
+        lengths: cute.Tensor,
+        starts: cute.Tensor | None,
+        mask: cute.Tensor | None,
+        scores: cute.Tensor,
+        num_queries: Int32,
+        softmax_scale: Float32,
+        num_blocks: Int32,
+        stream: Any,
+    ) -> None:
+        v = self.v
+        k_major = OperandMajorMode.K
+        tiled_mma = hopper.make_trivial_tiled_mma(
+            self.dtype, self.dtype, k_major, k_major, Float32, (1, 1, 1), (_PAGE, v.num_columns)
+        )
+        tile = (_PAGE, v.num_columns, _DIM)
+        row_major = LayoutEnum.ROW_MAJOR
+        key_layout = hopper.make_smem_layout_a(row_major, tile, self.dtype, self.num_stages)
+        query_layout = hopper.make_smem_layout_b(row_major, tile, self.dtype, self.num_query_stages)
+        # [rows of a page or sequence, D, pages or sequences]
+        scales = None
+        if cutlass.const_expr(v.is_fp8):
+            key_tensor = cute.make_tensor(
+                cute.recast_ptr(keys.iterator, dtype=self.dtype),
+                cute.make_layout((_PAGE, _DIM, keys.shape[0]), stride=(_DIM, 1, keys.stride[0])),
+            )
+            scales = keys
+        else:
+            key_tensor = cute.make_tensor(keys.iterator, cute.select(keys.layout, mode=[1, 2, 0]))
+        query_tensor = cute.make_tensor(
+            cute.recast_ptr(q.iterator, dtype=self.dtype),
+            cute.make_layout((q.shape[0], _DIM), stride=(q.stride[0], 1)),
+        )
+        load = cpasync.CopyBulkTensorTileG2SOp()
+        key_atom, key_coords = cpasync.make_tiled_tma_atom(
+            load, key_tensor, cute.slice_(key_layout, (None, None, 0)), (_PAGE, _DIM)
+        )
+        query_atom, query_coords = cpasync.make_tiled_tma_atom(
+            load,
+            query_tensor,
+            cute.slice_(query_layout, (None, None, 0)),
+            (v.num_columns, _DIM),
+        )
+        self.kernel(
+            tiled_mma,
+            key_layout,
+            query_layout,
+            key_atom,
+            key_coords,
+            query_atom,
+            query_coords,
+            scales,
+            weights,
+            table,
+            lengths,
+            starts,
+            mask,
+            scores,
+            num_queries,
+            softmax_scale,
+        ).launch(
+            grid=(num_blocks, 1, 1),
+            block=(self.num_threads, 1, 1),
+            stream=stream,
+            min_blocks_per_mp=1,
+            use_pdl=v.use_pdl,
+        )
+
+    @cute.kernel
+    def kernel(
+        self,
+        tiled_mma: cute.TiledMma,
+        key_layout: cute.ComposedLayout,
+        query_layout: cute.ComposedLayout,
+        key_atom: cute.CopyAtom,
+        key_coords: cute.Tensor,
+        query_atom: cute.CopyAtom,
+        query_coords: cute.Tensor,
+        scales: cute.Tensor | None,
+        weights: cute.Tensor,
+        table: cute.Tensor | None,
+        lengths: cute.Tensor,
+        starts: cute.Tensor | None,
+        mask: cute.Tensor | None,
+        scores: cute.Tensor,
+        num_queries: Int32,
+        softmax_scale: Float32,
+    ) -> None:
+        v = self.v
+        tid, _, _ = cute.arch.thread_idx()
+        warp = cute.arch.make_warp_uniform(cute.arch.warp_idx())
+        allocator = SmemAllocator()
+        key_ring = allocator.allocate_tensor(
+            self.dtype, key_layout.outer, 1024, swizzle=key_layout.inner
+        )
+        query_ring = allocator.allocate_tensor(
+            self.dtype, query_layout.outer, 1024, swizzle=query_layout.inner
+        )
+        scale_ring = None
+        if cutlass.const_expr(v.is_fp8):
+            scale_ring = allocator.allocate_tensor(
+                Float32, cute.make_layout(self.num_stages * _PAGE), 128
+            )
+        entry_ring = allocator.allocate_tensor(Int32, cute.make_layout(self.num_stages), 16)
+        plan = allocator.allocate_tensor(Int32, cute.make_layout(4), 16)
+        num_barriers = 2 * (self.num_stages + self.num_query_stages)
+        barriers = allocator.allocate_tensor(Int64, cute.make_layout(num_barriers), 16).iterator
+        is_full = barriers
+        is_empty = is_full + self.num_stages
+        has_query = is_empty + self.num_stages
+        is_query_free = has_query + self.num_query_stages
+        if warp == 0:
+            cpasync.prefetch_descriptor(key_atom)
+            cpasync.prefetch_descriptor(query_atom)
+        if tid == 0:
+            for stage in cutlass.range_constexpr(self.num_stages):
+                cute.arch.mbarrier_init(is_full + stage, 1)
+                cute.arch.mbarrier_init(is_empty + stage, _GROUP // _WARP)
+            for stage in cutlass.range_constexpr(self.num_query_stages):
+                cute.arch.mbarrier_init(has_query + stage, 1)
+                cute.arch.mbarrier_init(is_query_free + stage, self.num_groups * _GROUP // _WARP)
+            cute.arch.mbarrier_init_fence()
+        # Everything below may come from the kernel ahead.
+        cute.arch.griddepcontrol_wait()
+        cute.arch.griddepcontrol_launch_dependents()
+        windows = (lengths, starts, num_queries, scores.shape[1])
+        tiles_per_sequence = (num_queries + v.num_rows - 1) // v.num_rows
+        num_tiles = lengths.shape[0] // num_queries * tiles_per_sequence
+        if num_tiles > 1 and warp == 0:
+            self._make_plan(plan, windows, num_tiles)
+        cute.arch.sync_threads()
+        rings = (key_ring, query_ring, scale_ring, entry_ring)
+        signals = (is_full, is_empty, has_query, is_query_free)
+        if warp >= self.num_groups * _GROUP // _WARP:
+            cute.arch.setmaxregister_decrease(_LOADER_REGISTERS)
+            if warp == self.num_groups * _GROUP // _WARP:
+                self._load(
+                    (key_atom, key_coords, query_atom, query_coords),
+                    scales,
+                    table,
+                    windows,
+                    rings,
+                    signals,
+                    plan,
+                    num_tiles,
+                )
+        else:
+            cute.arch.setmaxregister_increase(_SCORER_REGISTERS)
+            self._score(
+                tiled_mma,
+                weights,
+                mask,
+                scores,
+                softmax_scale,
+                windows,
+                rings,
+                signals,
+                plan,
+                num_tiles,
+            )
+
+    # -- which pages a block scores ---------------------------------------------------------------
+
+    @cute.jit
+    def _window_of_row(self, windows, tile, i) -> tuple[Int32, Int32]:
+        """(start, length) of row i of a tile, in 0..T; nothing for a row that it does not have."""
+        lengths, starts, num_queries, num_keys = windows
+        v = self.v
+        tiles_per_sequence = (num_queries + v.num_rows - 1) // v.num_rows
+        query = tile % tiles_per_sequence * v.num_rows + i
+        row = tile // tiles_per_sequence * num_queries + query
+        length = Int32(0)
+        start = num_keys
+        if i < v.num_rows and query < num_queries:
+            length = _clamp(lengths[row], num_keys)
+            start = Int32(0)
+            if cutlass.const_expr(starts is not None):
+                start = _clamp(starts[row], num_keys)
+        return start, length
+
+    @cute.jit
+    def _pages_of_tile(self, windows, tile) -> tuple[Int32, Int32]:
+        """(first, one past the last) page that any row of a tile sees; all lanes call it."""
+        start, length = self._window_of_row(windows, tile, cute.arch.lane_idx())
+        last = (cute.arch.warp_redux_sync(length, "max") + _PAGE - 1) // _PAGE
+        first = Int32(0)
+        if cutlass.const_expr(windows[1] is not None):
+            first = cutlass.min(cute.arch.warp_redux_sync(start, "min") // _PAGE, last)
+        return first, last
+
+    @cute.jit
+    def _pages_of_lane(self, windows, tile, num_tiles) -> tuple[Int32, Int32]:
+        """(first page, number of pages) of a tile of this lane's own."""
+        longest = Int32(0)
+        earliest = windows[3]
+        if tile < num_tiles:
+            for i in cutlass.range_constexpr(self.v.num_rows):
+                start, length = self._window_of_row(windows, tile, i)
+                longest = cutlass.max(longest, length)
+                earliest = cutlass.min(earliest, start)
+        last = (longest + _PAGE - 1) // _PAGE
+        first = cutlass.min(earliest // _PAGE, last)
+        return first, last - first
+
+    @cute.jit
+    def _make_plan(self, plan, windows, num_tiles) -> None:
+        """Put the tile, page and number of pages of this block into shared memory; one warp."""
+        lane = cute.arch.lane_idx()
+        block, _, _ = cute.arch.block_idx()
+        num_blocks, _, _ = cute.arch.grid_dim()
+        total = Int32(0)
+        for tile in cutlass.range(0, num_tiles, _WARP, unroll=1):
+            _, count = self._pages_of_lane(windows, tile + lane, num_tiles)
+            total += cute.arch.warp_redux_sync(count, "add")
+        share = total // num_blocks
+        rest = total % num_blocks
+        begin = block * share + cutlass.min(block, rest)
+        if lane == 0:
+            plan[0] = Int32(0)
+            plan[1] = Int32(0)
+            plan[2] = share + Int32(block < rest)
+        cute.arch.sync_warp()
+        before = Int32(0)
+        for tile in cutlass.range(0, num_tiles, _WARP, unroll=1):
+            first, count = self._pages_of_lane(windows, tile + lane, num_tiles)
+            through = before + _inclusive_scan(count)
+            if through - count <= begin and begin < through:
+                plan[0] = tile + lane
+                plan[1] = first + begin - (through - count)
+            before = cute.arch.shuffle_sync(through, _WARP - 1)
+
+    @cute.jit
+    def _first_piece(self, plan, windows, num_tiles) -> tuple[Int32, Int32, Int32, Int32, Int32]:
+        """(tile, page, end of the tile's pages, step of the pages, number of pages) of a block."""
+        block, _, _ = cute.arch.block_idx()
+        num_blocks, _, _ = cute.arch.grid_dim()
+        tile = Int32(0)
+        step = Int32(num_blocks)
+        if num_tiles > 1:
+            tile = plan[0]
+            step = Int32(1)
+        first, last = self._pages_of_tile(windows, tile)
+        page = first + block
+        remaining = cutlass.max((last - page + step - 1) // step, 0)
+        if num_tiles > 1:
+            page = plan[1]
+            remaining = plan[2]
+        return tile, page, last, step, remaining
+
+    # -- the warp that loads ----------------------------------------------------------------------
+
+    @cute.jit
+    def _entries(self, table, sequence, page, step) -> Int32:
+        """Block table entries of 32 pages, one a lane; -1 beyond the table."""
+        column = page + cute.arch.lane_idx() * step
+        entry = Int32(-1)
+        if column < table.shape[1]:
+            entry = Int32(table[sequence, column])
+        return entry
+
+    @cute.jit
+    def _load(self, atoms, scales, table, windows, rings, signals, plan, num_tiles) -> None:
+        v = self.v
+        key_atom, key_coords, query_atom, query_coords = atoms
+        key_ring, query_ring, scale_ring, entry_ring = rings
+        is_full, is_empty, has_query, is_query_free = signals
+        num_queries = windows[2]
+        tiles_per_sequence = (num_queries + v.num_rows - 1) // v.num_rows
+        # (copy, stage), (copy, row tile, dim tile, page or sequence)
+        key_tiles = cute.local_tile(key_coords, (_PAGE, _DIM), (None, None, None))
+        key_to, key_from = cpasync.tma_partition(
+            key_atom,
+            0,
+            cute.make_layout(1),
+            cute.group_modes(key_ring, 0, 2),
+            cute.group_modes(key_tiles, 0, 2),
+        )
+        tile, page, last, step, remaining = self._first_piece(plan, windows, num_tiles)
+        slot = Int32(0)
+        phase = Int32(1)
+        query_slot = Int32(0)
+        query_phase = Int32(1)
+        entry_address = _shared_address(entry_ring)
+        while remaining > 0:
+            count = cutlass.min(remaining, (last - page + step - 1) // step)
+            if count > 0:
+                sequence = tile // tiles_per_sequence
+                # The first row of a tile is no multiple of the tile where rows are few or odd.
+                row = sequence * num_queries + tile % tiles_per_sequence * v.num_rows
+                query_from = cute.local_tile(
+                    cute.domain_offset((row * v.num_heads, 0), query_coords),
+                    (v.num_columns, _DIM),
+                    (0, 0),
+                )
+                query_to, query_from = cpasync.tma_partition(
+                    query_atom,
+                    0,
+                    cute.make_layout(1),
+                    cute.group_modes(query_ring, 0, 2),
+                    cute.group_modes(query_from, 0, 2),
+                )
+                cute.arch.mbarrier_wait(is_query_free + query_slot, query_phase)
+                with cute.arch.elect_one():
+                    cute.arch.mbarrier_arrive_and_expect_tx(
+                        has_query + query_slot, self.query_bytes
+                    )
+                cute.copy(
+                    query_atom,
+                    query_from,
+                    query_to[None, query_slot],
+                    tma_bar_ptr=has_query + query_slot,
+                )
+                query_slot += 1
+                if query_slot == self.num_query_stages:
+                    query_slot = Int32(0)
+                    query_phase ^= 1
+                entries = Int32(0)
+                following = Int32(0)
+                if cutlass.const_expr(table is not None):
+                    following = self._entries(table, sequence, page, step)
+                for i in cutlass.range(count, unroll=1):
+                    entry = sequence
+                    if cutlass.const_expr(table is not None):
+                        if i % _WARP == 0:
+                            entries = following
+                            following = self._entries(
+                                table, sequence, page + (i + _WARP) * step, step
+                            )
+                        entry = cute.arch.shuffle_sync(entries, i % _WARP)
+                    cute.arch.mbarrier_wait(is_empty + slot, phase)
+                    _store_shared(entry_address + slot * 4, entry)
+                    if entry >= 0:
+                        with cute.arch.elect_one():
+                            cute.arch.mbarrier_arrive_and_expect_tx(
+                                is_full + slot, self.stage_bytes
+                            )
+                            if cutlass.const_expr(v.is_fp8):
+                                source = scales.iterator.toint() + (
+                                    Int64(entry) * Int64(scales.stride[0]) + self.key_bytes
+                                )
+                                _bulk_load(
+                                    _shared_address(scale_ring) + slot * (_PAGE * 4),
+                                    source,
+                                    _PAGE * 4,
+                                    Int32((is_full + slot).toint()),
+                                )
+                        row_tile = Int32(0)
+                        if cutlass.const_expr(table is None):
+                            row_tile = page + i * step
+                        cute.copy(
+                            key_atom,
+                            key_from[None, row_tile, 0, entry],
+                            key_to[None, slot],
+                            tma_bar_ptr=is_full + slot,
+                        )
+                    else:
+                        with cute.arch.elect_one():
+                            cute.arch.mbarrier_arrive(is_full + slot)
+                    slot += 1
+                    if slot == self.num_stages:
+                        slot = Int32(0)
+                        phase ^= 1
+            remaining -= count
+            if remaining > 0:
+                tile += 1
+                page, last = self._pages_of_tile(windows, tile)
+
+    # -- the warpgroups that multiply -------------------------------------------------------------
+
+    @cute.jit
+    def _score(
+        self,
+        tiled_mma,
+        weights,
+        mask,
+        scores,
+        softmax_scale,
+        windows,
+        rings,
+        signals,
+        plan,
+        num_tiles,
+    ) -> None:
+        v = self.v
+        tid, _, _ = cute.arch.thread_idx()
+        lane = cute.arch.lane_idx()
+        group = cute.arch.make_warp_uniform(tid // _GROUP)
+        in_group = tid % _GROUP
+        key_ring, query_ring, scale_ring, entry_ring = rings
+        is_full, is_empty, has_query, is_query_free = signals
+        num_queries = windows[2]
+        num_keys = windows[3]
+        tiles_per_sequence = (num_queries + v.num_rows - 1) // v.num_rows
+        part = tiled_mma.get_slice(in_group)
+        key_part = tiled_mma.make_fragment_A(part.partition_A(key_ring))
+        query_part = tiled_mma.make_fragment_B(part.partition_B(query_ring))
+        products = cute.make_rmem_tensor(
+            tiled_mma.partition_shape_C((_PAGE, v.num_columns)), Float32
+        )
+        # After the reduction a lane holds one key of the page and every other row.
+        key = in_group // _WARP * 16 + lane // 4 + lane % 2 * 8
+        odd = lane // 2 % 2
+
+        tile, page, last, step, remaining = self._first_piece(plan, windows, num_tiles)
+        # Pages of the block before this piece: page j of a block is warpgroup j % 2's.
+        done = Int32(0)
+        query_slot = Int32(0)
+        query_phase = Int32(0)
+        while remaining > 0:
+            count = cutlass.min(remaining, (last - page + step - 1) // step)
+            if count > 0:
+                sequence = tile // tiles_per_sequence
+                query = tile % tiles_per_sequence * v.num_rows
+                row = sequence * num_queries + query
+                num_rows = cutlass.min(num_queries - query, v.num_rows)
+                weight_parts = self._load_weights(weights, row, num_rows, lane)
+                cute.arch.mbarrier_wait(has_query + query_slot, query_phase)
+                first = (group + done) % self.num_groups
+                for i in cutlass.range(first, count, self.num_groups, unroll=1):
+                    index = done + i
+                    slot = index % self.num_stages
+                    phase = index // self.num_stages % 2
+                    position = (page + i * step) * _PAGE + key
+                    allowed = []
+                    if cutlass.const_expr(v.has_mask):
+                        allowed = self._load_mask(
+                            mask, sequence, query + odd, num_rows - odd, position, num_keys
+                        )
+                    cute.arch.mbarrier_wait(is_full + slot, phase)
+                    warpgroup.fence()
+                    tiled_mma.set(warpgroup.Field.ACCUMULATE, False)
+                    for k in cutlass.range_constexpr(self.num_steps):
+                        cute.gemm(
+                            tiled_mma,
+                            products,
+                            key_part[None, None, k, slot],
+                            query_part[None, None, k, query_slot],
+                            products,
+                        )
+                        tiled_mma.set(warpgroup.Field.ACCUMULATE, True)
+                    warpgroup.commit_group()
+                    scale = Float32(1.0)
+                    if cutlass.const_expr(v.is_fp8):
+                        scale = scale_ring[slot * _PAGE + key]
+                    entry = entry_ring[slot]
+                    warpgroup.wait_group(0)
+                    cute.arch.sync_warp()
+                    with cute.arch.elect_one():
+                        cute.arch.mbarrier_arrive(is_empty + slot)
+                    values = self._reduce(products, weight_parts, softmax_scale, lane)
+                    for pair in cutlass.range_constexpr((v.num_rows + 1) // 2):
+                        value = values[pair]
+                        if cutlass.const_expr(v.is_fp8):
+                            value = value * scale
+                        is_scored = entry >= 0
+                        if cutlass.const_expr(v.has_mask):
+                            is_scored = is_scored and allowed[pair] != 0
+                        if not is_scored:
+                            value = Float32(float("-inf"))
+                        if pair * 2 + odd < num_rows and position < num_keys:
+                            scores[row + pair * 2 + odd, position] = value
+                cute.arch.sync_warp()
+                with cute.arch.elect_one():
+                    cute.arch.mbarrier_arrive(is_query_free + query_slot)
+                query_slot += 1
+                if query_slot == self.num_query_stages:
+                    query_slot = Int32(0)
+                    query_phase ^= 1
+            done += count
+            remaining -= count
+            if remaining > 0:
+                tile += 1
+                page, last = self._pages_of_tile(windows, tile)
+
+    @cute.jit
+    def _load_weights(self, weights, row, num_rows, lane) -> list:
+        """The weights of this thread's columns, by row of the tile."""
+        parts = []
+        for i in cutlass.range_constexpr(self.v.num_rows):
+            part = []
+            # Rows beyond the tile's own are not stored, so any weight does.
+            from_row = row + cutlass.min(i, num_rows - 1)
+            for j in cutlass.range_constexpr(self.num_pairs * 2):
+                head = j // 2 * 8 + lane % 4 * 2 + j % 2
+                part.append(Float32(weights[from_row, head]))
+            parts.append(part)
+        return parts
+
+    @cute.jit
+    def _load_mask(self, mask, sequence, query, num_rows, position, num_keys) -> list:
+        """The mask at this lane's key, by pair of rows of the tile."""
+        allowed = []
+        for pair in cutlass.range_constexpr((self.v.num_rows + 1) // 2):
+            value = Int32(0)
+            if pair * 2 < num_rows and position < num_keys:
+                value = Int32(mask[sequence, query + pair * 2, position])
+            allowed.append(value)
+        return allowed
+
+    @cute.jit
+    def _reduce(self, products, weight_parts, softmax_scale, lane) -> list:
+        """Sum over heads of weight * relu(product * scale), for this lane's key and rows.
+
+        Of the 2 keys and all rows that four lanes hold parts of, a lane ends up with key `lane % 2`
+        and the rows of parity `lane // 2 % 2`.
+        """
+        v = self.v
+        is_odd_key = lane % 2 == 1
+        is_odd_row = lane // 2 % 2 == 1
+        sums = []
+        for i in cutlass.range_constexpr(v.num_rows):
+            both = []
+            for half in cutlass.range_constexpr(2):
+                total = Float32(0.0)
+                for j in cutlass.range_constexpr(self.num_pairs * 2):
+                    at = (i * self.num_pairs + j // 2) * 4 + half * 2 + j % 2
+                    product = products[at]
+                    if cutlass.const_expr(not v.is_fp8):
+                        product = product * softmax_scale
+                    # Keeps NaN, as torch.relu does.
+                    positive = cute.arch.fmax(product, Float32(0.0), nan=True)
+                    total = _fma(positive, weight_parts[i][j], total)
+                both.append(total)
+            sums.append(_exchange(both[0], both[1], is_odd_key, 1))
+        values = []
+        for pair in cutlass.range_constexpr(v.num_rows // 2):
+            values.append(_exchange(sums[2 * pair], sums[2 * pair + 1], is_odd_row, 2))
+        if cutlass.const_expr(v.num_rows % 2):
+            values.append(sums[-1] + cute.arch.shuffle_sync_bfly(sums[-1], 2))
+        return values
+
+
+@cute.jit
+def _exchange(even: Float32, odd: Float32, is_odd: Boolean, distance: cutlass.Constexpr) -> Float32:
+    """Sum over two lanes of `even` where this lane is even, of `odd` where it is odd."""
+    kept = even
+    sent = odd
+    if is_odd:
+        kept = odd
+        sent = even
+    return kept + cute.arch.shuffle_sync_bfly(sent, distance)
+
+
+@cute.jit
+def _clamp(value, limit) -> Int32:
+    """An index of either width, in 0..limit."""
+    return Int32(cutlass.max(cutlass.min(value, limit), 0))
+
+
+@cute.jit
+def _inclusive_scan(value: Int32) -> Int32:
+    """Sum of the lanes up to and including this one."""
+    lane = cute.arch.lane_idx()
+    for step in cutlass.range_constexpr(5):
+        below = cute.arch.shuffle_sync_up(value, 1 << step, mask_and_clamp=0)
+        if lane >= (1 << step):
+            value += below
+    return value
+
+
+def _shared_address(tensor: cute.Tensor) -> Int32:
+    return Int32(tensor.iterator.toint())
+
+
+def _store_shared(address: Int32, value: Int32) -> None:
+    inline_ptx("st.shared.b32 [{$r0}], {$r1};", read_only_args=[address, value])
+
+
+def _bulk_load(to: Int32, source: Int64, num_bytes: int, barrier: Int32) -> None:
+    """Start copying global memory to shared memory; its bytes count on the barrier at the end."""
+    inline_ptx(
+        "cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes"
+        " [{$r0}], [{$r1}], {$r2}, [{$r3}];",
+        read_only_args=[to, source, Int32(num_bytes), barrier],
+    )
+
+
+def _fma(a: Float32, b: Float32, c: Float32) -> Float32:
+    return inline_ptx(
+        "fma.rn.f32 {$w0}, {$r0}, {$r1}, {$r2};",
+        write_only_types=[Float32],
+        read_only_args=[a, b, c],
+    )
+
+
+def compile_variant(variant: Variant, arch: str, options: str = "") -> Any:
+    """Compile one variant; see `compile_kernel`."""
+    v = variant
+
+    def tensor(dtype: torch.dtype, rank: int, align: int, *strides: Any) -> Any:
+        free = tuple(cute.sym_int64() for _ in range(rank - len(strides)))
+        shape = tuple(cute.sym_int32() for _ in range(rank))
+        return make_fake_tensor(_CUTE_TYPES[dtype], shape, free + strides, assumed_align=align)
+
+    q_dtype = torch.uint8 if v.is_fp8 else v.key_dtype
+    q = make_fake_tensor(
+        _CUTE_TYPES[q_dtype], (cute.sym_int32(), _DIM), (_DIM, 1), assumed_align=16
+    )
+    if v.is_fp8:
+        keys = tensor(torch.uint8, 2, 16, cute.sym_int64(divisibility=16), 1)
+    else:
+        keys = make_fake_tensor(
+            _CUTE_TYPES[v.key_dtype],
+            (cute.sym_int32(), cute.sym_int32(), _DIM),
+            (cute.sym_int64(divisibility=8), cute.sym_int64(divisibility=8), 1),
+            assumed_align=16,
+        )
+    return compile_kernel(
+        IndexerScoresKernel(variant),
+        q,
+        tensor(v.weight_dtype, 2, v.weight_dtype.itemsize),
+        keys,
+        None if v.table_dtype is None else tensor(v.table_dtype, 2, v.table_dtype.itemsize),
+        tensor(v.length_dtype, 1, v.length_dtype.itemsize),
+        None if v.start_dtype is None else tensor(v.start_dtype, 1, v.start_dtype.itemsize),
+        tensor(torch.uint8, 3, 1) if v.has_mask else None,
+        tensor(torch.float32, 2, 4, 1),
+        Int32(1),
+        Float32(1.0),
+        Int32(1),
+        arch=arch,
+        options=options,
+    )
+
+
+@functools.cache
+def _compiled(variant: Variant, arch: str) -> Any:
+    return compile_variant(variant, arch)
+
+
+def indexer_scores_cute(
+    q_BSHD: torch.Tensor,
+    weights_BSH: torch.Tensor,
+    keys: torch.Tensor,
+    lengths_BS: torch.Tensor,
+    starts_BS: torch.Tensor | None,
+    key_mask: torch.Tensor | None,
+    softmax_scale: float,
+    *,
+    max_len: int,
+    block_table: torch.Tensor | None = None,
+    num_stages: int = 16,
+    use_pdl: bool = True,
+) -> torch.Tensor:
+    """Launch the kernel; return fp32 [B, S, max_len].
+
+    Args:
+        q_BSHD: any strides; copied where rows are not adjacent.
+        weights_BSH: any strides.
+        keys: [B, T, D], FP8 pages uint8 [pages, 64 * (D + 4)] or pages [pages, 64, D]; the last
+            axis contiguous, the others by multiples of 16 bytes.
+        lengths_BS: any strides.
+        starts_BS: any strides.
+        key_mask: bool view [B, S, max_len], any strides, or None.
+        softmax_scale: factor of the products; not applied to FP8 ones.
+        max_len: T.
+        block_table: [B, P] of pages.
+        num_stages: pages in flight a block, at most.
+        use_pdl: start before the kernels ahead have ended; reads nothing until then.
+    """
+    num_batch, num_queries, num_heads, head_dim = q_BSHD.shape
+    scores_BST = torch.empty(
+        (num_batch, num_queries, max_len), dtype=torch.float32, device=q_BSHD.device
+    )
+    if not scores_BST.numel():
+        return scores_BST
+    variant = Variant(
+        key_dtype=q_BSHD.dtype,
+        num_heads=num_heads,
+        num_rows=rows_of_tile(num_queries, num_heads),
+        weight_dtype=weights_BSH.dtype,
+        length_dtype=lengths_BS.dtype,
+        table_dtype=None if block_table is None else block_table.dtype,
+        start_dtype=None if starts_BS is None else starts_BS.dtype,
+        has_mask=key_mask is not None,
+        num_stages=num_stages,
+        use_pdl=use_pdl,
+    )
+    q = q_BSHD.view(torch.uint8) if variant.is_fp8 else q_BSHD
+    num_tiles = num_batch * -(-num_queries // variant.num_rows)
+    num_blocks = min(_num_multiprocessors(q.device), num_tiles * -(-max_len // _PAGE))
+    _compiled(variant, arch_of(q.device))(
+        q.reshape(-1, head_dim).contiguous(),
+        weights_BSH.reshape(-1, num_heads),
+        keys,
+        block_table,
+        lengths_BS.reshape(-1),
+        None if starts_BS is None else starts_BS.reshape(-1),
+        None if key_mask is None else key_mask.view(torch.uint8),
+        scores_BST.view(-1, max_len),
+        num_queries,
+        softmax_scale,
+        num_blocks,
+    )
+    return scores_BST
+
+
+def rows_of_tile(num_queries: int, num_heads: int) -> int:
+    """Query rows of a tile: few wide tiles, alike where the rows are few."""
+    most = min(MAX_ROWS, MAX_COLUMNS // num_heads)
+    num_tiles = -(-num_queries // most)
+    return -(-num_queries // num_tiles) if num_tiles <= MAX_ROWS else most
+
+
+@functools.cache
+def _num_multiprocessors(device: torch.device) -> int:
+    return torch.cuda.get_device_properties(device).multi_processor_count

@@ -1,0 +1,388 @@
+"""The CuTe kernel of the indexer scores: what it compiles to, and its numbers on a GPU."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from glm_compile.ops import indexer_scores as op_module
+from glm_compile.ops.fp8_quant import fp8_quant
+from glm_compile.ops.indexer_scores import indexer_scores_paged
+from tests.compile_only import CompiledKernel, compile_cute
+from tests.ops.test_indexer_scores import Case, call, make_case, oracle
+
+PAGE, HEAD_DIM = 64, 128
+KINDS = ("contiguous", "paged", "fp8")
+# Of the sums of absolute products. The tensor core adds FP8 products with about 14 bits.
+TOLERANCE = {"contiguous": 2**-21, "paged": 2**-21, "fp8": 2**-12}
+
+
+def make_cute_case(**keywords: Any) -> Case:
+    settings = {"head_dim": HEAD_DIM, "num_heads": 32, "num_queries": 6, "device": "cuda"}
+    return make_case(torch.bfloat16, **{**settings, **keywords})
+
+
+def with_garbage_beyond(case: Case) -> Case:
+    """Entries beyond the lengths point nowhere; what follows a length in its page is NaN."""
+    for b, lengths in enumerate(case.lengths_BS.tolist()):
+        longest = max(0, *lengths)
+        used = -(-longest // PAGE)
+        garbage = torch.tensor([-7, 2**30, 2**31 - 1, -(2**31)], dtype=torch.int32)
+        case.block_table[b, used:] = garbage.repeat(case.block_table.shape[1])[
+            : case.block_table.shape[1] - used
+        ]
+        if longest % PAGE:
+            page = case.block_table[b, used - 1]
+            case.key_pages[page, longest % PAGE :] = math.nan
+            case.k_BTD[b, longest:] = math.nan
+    return case
+
+
+def assert_close(got: torch.Tensor, case: Case, kind: str) -> None:
+    inside = case.is_inside_BST
+    want, sizes = oracle(kind, case)
+    if inside.any():
+        assert ((got.double() - want).abs() / sizes)[inside].max() <= TOLERANCE[kind]
+
+
+# On a GPU -----------------------------------------------------------------------------------------
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("num_keys", [1, 63, 64, 65, 128, 777, 20_000])
+@pytest.mark.parametrize("num_queries", [1, 6, 8, 21])
+@pytest.mark.parametrize("kind", KINDS)
+def test_equals_float64(kind: str, num_queries: int, num_keys: int) -> None:
+    case = make_cute_case(num_batch=1, num_queries=num_queries, num_keys=num_keys)
+    case.lengths_BS.clamp_(min=1)
+    case.lengths_BS[0, -1] = num_keys
+    case = with_garbage_beyond(case)
+    assert_close(call(kind, case, "cute"), case, kind)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(
+    ("num_batch", "num_queries", "num_heads"),
+    [(3, 6, 32), (5, 1, 32), (40, 2, 32), (2, 17, 32), (3, 5, 16), (2, 9, 64)],
+)
+@pytest.mark.parametrize("kind", KINDS)
+def test_ragged_batches(kind: str, num_batch: int, num_queries: int, num_heads: int) -> None:
+    case = make_cute_case(
+        num_batch=num_batch, num_queries=num_queries, num_heads=num_heads, num_keys=1999
+    )
+    case.lengths_BS = torch.randint(0, 2000, case.lengths_BS.shape, device="cuda").int()
+    case.lengths_BS[1] = 0
+    case = with_garbage_beyond(case)
+    assert_close(call(kind, case, "cute"), case, kind)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("index_dtype", [torch.int32, torch.int64])
+@pytest.mark.parametrize("kind", KINDS)
+def test_windows_and_mask(kind: str, index_dtype: torch.dtype) -> None:
+    case = make_cute_case(num_queries=3, num_keys=1000)
+    plain = call(kind, case, "cute")
+    case.block_table = case.block_table.to(index_dtype)
+    rows = [[0, 70, 1000], [-5, 9999, 666]]
+    case.lengths_BS = torch.tensor(rows, dtype=index_dtype, device="cuda")
+    starts = torch.tensor([[0, 5, 2000], [-3, 640, 65]], dtype=index_dtype, device="cuda")
+    mask = torch.rand(2, 1, 1003, device="cuda") > 0.4
+    got = call(kind, case, "cute", starts_BS=starts, key_mask=mask)
+    position = torch.arange(1000, device="cuda")
+    inside = (position < case.lengths_BS[..., None]) & (position >= starts[..., None])
+    allowed = mask[..., :1000] & inside
+    case.lengths_BS.fill_(1000)
+    plain = call(kind, case, "cute")
+    assert torch.equal(got[allowed], plain[allowed])
+    assert (got[inside & ~allowed] == -math.inf).all()
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("kind", ["paged", "fp8"])
+def test_positions_without_a_page_score_minus_infinity(kind: str) -> None:
+    case = make_cute_case(num_keys=190)
+    case.lengths_BS.fill_(190)
+    want = call(kind, case, "cute")
+    case.block_table[1, 1] = -1
+    case.block_table = case.block_table[:, :2]
+    got = call(kind, case, "cute")
+    assert torch.equal(got[0, :, :128], want[0, :, :128])
+    assert torch.equal(got[1, :, :64], want[1, :, :64])
+    assert (got[1, :, 64:] == -math.inf).all() and (got[0, :, 128:] == -math.inf).all()
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("kind", KINDS)
+def test_nan_and_infinity_spread_as_in_the_reference(kind: str) -> None:
+    case = make_cute_case(num_keys=150)
+    case.lengths_BS.fill_(150)
+    want = call(kind, case, "cute")
+    case.k_BTD[1, 70] = math.nan
+    case.key_pages[case.block_table[1, 1].long(), 6] = math.nan
+    got = call(kind, case, "cute")
+    assert got[1, :, 70].isnan().all()
+    got[1, :, 70] = want[1, :, 70]
+    assert torch.equal(got, want)
+    case.weights_BSH[0, 2, 5] = math.inf
+    got, want = call(kind, case, "cute"), call(kind, case, "reference")
+    assert torch.equal(got[0, 2].isnan(), want[0, 2].isnan())
+    assert torch.equal(got[0, 2].isposinf(), want[0, 2].isposinf())
+
+
+@pytest.mark.gpu
+def test_takes_strided_inputs_and_bfloat16_weights() -> None:
+    case = make_cute_case(num_keys=500)
+    case.weights_BSH = case.weights_BSH.bfloat16()
+    want = call("contiguous", case, "cute")
+    case.q_BSHD = case.q_BSHD.transpose(1, 2).contiguous().transpose(1, 2)
+    case.k_BTD = torch.cat([case.k_BTD, case.k_BTD], 2)[..., HEAD_DIM:]
+    case.weights_BSH = case.weights_BSH.permute(2, 0, 1).contiguous().permute(1, 2, 0)
+    case.lengths_BS = case.lengths_BS.T.contiguous().T
+    inside = case.is_inside_BST
+    assert torch.equal(call("contiguous", case, "cute")[inside], want[inside])
+    case.k_BTD = case.k_BTD.transpose(1, 2).contiguous().transpose(1, 2)
+    with pytest.raises(ValueError, match="bulk copies need keys whose last axis is contiguous"):
+        call("contiguous", case, "cute")
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("num_keys", [8192, 130_000])
+@pytest.mark.parametrize("kind", KINDS)
+def test_repeats_are_equal(kind: str, num_keys: int) -> None:
+    case = make_cute_case(num_keys=num_keys)
+    first = call(kind, case, "cute")
+    inside = case.is_inside_BST
+    for _ in range(20):
+        assert torch.equal(call(kind, case, "cute")[inside], first[inside])
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(("num_batch", "num_queries"), [(1, 6), (4, 6)])
+def test_lengths_may_change_in_a_graph(num_batch: int, num_queries: int) -> None:
+    case = make_cute_case(num_batch=num_batch, num_queries=num_queries, num_keys=9000)
+    tensors = (case.q_BSHD.flatten(0, 1), case.weights_BSH.flatten(0, 1), case.key_pages)
+
+    def run() -> torch.Tensor:
+        return indexer_scores_paged(
+            *tensors,
+            case.block_table,
+            case.lengths_BS.view(-1),
+            9000,
+            rows_per_sequence=num_queries,
+            backend="cute",
+        )
+
+    case.lengths_BS = case.lengths_BS.contiguous()
+    run()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        scores = run()
+    for longest in (9000, 5, 64, 4097, 0, 8999):
+        scores.fill_(math.nan)
+        case.lengths_BS.copy_(torch.randint(0, longest + 1, case.lengths_BS.shape))
+        graph.replay()
+        want = call("paged", case, "reference")
+        inside = case.is_inside_BST
+        got = scores.view_as(want)[inside]
+        torch.testing.assert_close(got, want[inside], rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.gpu
+def test_goes_first_for_plain_paged_calls() -> None:
+    case = make_cute_case()
+    assert torch.equal(
+        call("fp8", case)[case.is_inside_BST], call("fp8", case, "cute")[case.is_inside_BST]
+    )
+
+
+# Without a GPU ------------------------------------------------------------------------------------
+
+
+def test_refuses_with_a_reason(monkeypatch: pytest.MonkeyPatch) -> None:
+    good = make_case(torch.bfloat16, head_dim=HEAD_DIM)
+    with pytest.raises(ValueError, match="backend 'cute' cannot run this call: "):
+        call("contiguous", good, "cute")
+    monkeypatch.setattr(op_module, "why_no_cute", lambda tensor: None)
+    transposed = good.k_BTD.transpose(1, 2).contiguous().transpose(1, 2)
+    odd = torch.cat([good.k_BTD, good.k_BTD[..., :1]], 2)[..., :HEAD_DIM]
+    for case, reason in (
+        (make_case(torch.float32, head_dim=HEAD_DIM), "float32 products do not run"),
+        (make_case(torch.bfloat16), "written for 16, 32, 64 heads of 128, got 16 of 32"),
+        (make_case(torch.bfloat16, head_dim=HEAD_DIM, num_heads=5), "got 5 of 128"),
+        (dataclasses.replace(good, k_BTD=transposed), "keys whose last axis is contiguous"),
+        (dataclasses.replace(good, k_BTD=odd), "rows start at multiples of 16 bytes"),
+        (dataclasses.replace(good, k_BTD=good.k_BTD[:1].expand(2, -1, -1)), "got strides"),
+        (dataclasses.replace(good, weights_BSH=good.weights_BSH.double()), "weights must be"),
+    ):
+        with pytest.raises(ValueError, match=f"'cute' cannot run this call: .*{reason}"):
+            call("contiguous", case, "cute")
+
+
+@pytest.mark.parametrize("num_queries", [1, 6, 17])
+@pytest.mark.parametrize("kind", KINDS)
+def test_launch_hands_over_what_the_caller_gave(
+    kind: str, num_queries: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The host's half: a stand-in for the kernel computes from the kernel's arguments."""
+    pytest.importorskip("cutlass")
+    from glm_compile.ops.indexer_scores import cute_kernel
+
+    def compiled_stand_in(variant: Any, arch: str) -> Any:
+        def launch(
+            q: torch.Tensor,
+            weights: torch.Tensor,
+            keys: torch.Tensor,
+            table: torch.Tensor | None,
+            lengths: torch.Tensor,
+            starts: torch.Tensor | None,
+            mask: torch.Tensor | None,
+            scores: torch.Tensor,
+            num_queries: int,
+            softmax_scale: float,
+            num_blocks: int,
+        ) -> None:
+            tensors = (weights, table, lengths, starts)
+            dtypes = (variant.weight_dtype, variant.table_dtype, variant.length_dtype)
+            assert 1 <= num_blocks <= 132
+            for tensor, dtype in zip(tensors, (*dtypes, variant.start_dtype), strict=True):
+                assert (tensor is None and dtype is None) or tensor.dtype == dtype
+            assert q.is_contiguous() and variant.num_rows * variant.num_heads <= 256
+            q = q.view(variant.key_dtype).view(-1, variant.num_heads, HEAD_DIM)
+            mask = None if mask is None else mask.bool()
+            if table is None:
+                rows = (-1, num_queries)
+                scores.copy_(
+                    op_module.indexer_scores_reference(
+                        q.unflatten(0, rows),
+                        weights.unflatten(0, rows),
+                        keys,
+                        lengths.unflatten(0, rows),
+                        None if starts is None else starts.unflatten(0, rows),
+                        mask,
+                        softmax_scale,
+                    ).flatten(0, 1)
+                )
+                return
+            assert softmax_scale == 1.0
+            scores.copy_(
+                op_module.indexer_scores_paged_reference(
+                    q, weights, keys, table, lengths, scores.shape[1], starts, mask, num_queries
+                )
+            )
+
+        return launch
+
+    monkeypatch.setattr(op_module, "why_no_cute", lambda tensor: None)
+    monkeypatch.setattr(cute_kernel, "_compiled", compiled_stand_in)
+    monkeypatch.setattr(cute_kernel, "_num_multiprocessors", lambda device: 132)
+    monkeypatch.setattr(cute_kernel, "arch_of", lambda device: "sm_90a")
+    case = make_case(torch.bfloat16, head_dim=HEAD_DIM, num_queries=num_queries, num_heads=32)
+    case.q_BSHD = case.q_BSHD.transpose(1, 2).contiguous().transpose(1, 2)
+    case.lengths_BS = case.lengths_BS.T.contiguous().T
+    keywords = {
+        "starts_BS": torch.randint(0, 60, case.lengths_BS.shape),
+        "key_mask": torch.rand(2, 1, 155) > 0.4,
+    }
+    for given in ({}, keywords):
+        assert torch.equal(
+            call(kind, case, "cute", **given), call(kind, case, "reference", **given)
+        )
+
+
+def test_goes_first_only_where_it_was_measured() -> None:
+    case = make_case(torch.bfloat16)
+    mask = torch.ones(1, dtype=torch.bool)
+    plain = (case.q_BSHD, case.weights_BSH, case.block_table, case.lengths_BS, None, None)
+
+    def first(*changes: tuple[int, Any]) -> str:
+        arguments = list(plain)
+        for at, value in changes:
+            arguments[at] = value
+        return op_module._paged_backends(*arguments)[0].name
+
+    assert first() == first((0, fp8_quant(case.q_BSHD)[0])) == "cute"
+    for change in (
+        (0, case.q_BSHD.half()),
+        (1, case.weights_BSH.bfloat16()),
+        (2, case.block_table.long()),
+        (3, case.lengths_BS.long()),
+        (4, case.lengths_BS),
+        (5, mask),
+    ):
+        assert first(change) == "triton"
+
+
+@pytest.mark.parametrize("num_heads", [16, 32, 64])
+def test_tiles_are_full_or_alike(num_heads: int) -> None:
+    pytest.importorskip("cutlass")
+    from glm_compile.ops.indexer_scores.cute_kernel import rows_of_tile
+
+    most = min(8, 256 // num_heads)
+    for num_queries in range(1, 200):
+        rows = rows_of_tile(num_queries, num_heads)
+        assert 1 <= rows <= most
+        assert -(-num_queries // rows) == -(-num_queries // most)
+
+
+def variants() -> dict[str, Any]:
+    pytest.importorskip("cutlass")
+    from glm_compile.ops.indexer_scores.cute_kernel import Variant
+
+    fp8 = Variant(torch.float8_e4m3fn, num_heads=32, num_rows=6)
+    exact = Variant(torch.bfloat16, num_heads=32, num_rows=6)
+    return {
+        "fp8": fp8,
+        "fp8, one row": dataclasses.replace(fp8, num_rows=1),
+        "fp8, prefill": dataclasses.replace(fp8, num_rows=8),
+        "fp8, everything": dataclasses.replace(
+            fp8, num_rows=8, has_mask=True, start_dtype=torch.int64, length_dtype=torch.int64
+        ),
+        "bf16": exact,
+        "bf16, prefill": dataclasses.replace(exact, num_rows=8),
+        "bf16, contiguous": dataclasses.replace(
+            exact, table_dtype=None, weight_dtype=torch.bfloat16, has_mask=True
+        ),
+        "fp16, 64 heads": dataclasses.replace(
+            exact, key_dtype=torch.float16, num_heads=64, num_rows=4
+        ),
+    }
+
+
+def compiled(variant: Any, folder: Path) -> CompiledKernel:
+    from glm_compile.ops.indexer_scores.cute_kernel import compile_variant
+
+    return compile_cute(
+        lambda options: compile_variant(variant, "sm_90a", options), "sm_90a", folder
+    )
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "fp8",
+        "fp8, one row",
+        "fp8, prefill",
+        "fp8, everything",
+        "bf16",
+        "bf16, prefill",
+        "bf16, contiguous",
+        "fp16, 64 heads",
+    ],
+)
+def test_compiles_without_spills(name: str, tmp_path: Path) -> None:
+    variant = variants()[name]
+    kernel = compiled(variant, tmp_path)
+    assert kernel.stack_bytes == 0
+    # One tile a page: all rows' heads at once, 32 bytes of a key a step.
+    kind = {torch.float8_e4m3fn: r"k32\.f32\.e4m3\.e4m3", torch.bfloat16: r"k16\.f32\.bf16\.bf16"}
+    operation = kind.get(variant.key_dtype, r"k16\.f32\.f16\.f16")
+    products = re.findall(rf"wgmma\.mma_async\.sync\.aligned\.m64n(\d+){operation}", kernel.ptx)
+    assert products == [str(variant.num_columns)] * (4 if variant.is_fp8 else 8)
+    num_relus = kernel.ptx.count("max.NaN.f32")
+    assert num_relus == variant.num_rows * variant.num_heads // 2
