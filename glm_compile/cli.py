@@ -8,11 +8,15 @@ Exit codes: 0 done, 1 `explain` found something unmatched, 2 an error (one messa
 from __future__ import annotations
 
 import argparse
+import contextlib
 import io
 import os
+import signal
 import sys
+import threading
 import time
-from collections.abc import Callable, Sequence
+import warnings
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -27,24 +31,92 @@ _INDEXER_DTYPES = ("auto", "fp8", "bf16", "fp32")
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one command; returns the exit code."""
     arguments = _parser().parse_args(argv)
+    with _Interrupt() as interrupt, warnings.catch_warnings():
+        # Dynamo's note on tracing through a cached helper of transformers; nothing to act on.
+        warnings.filterwarnings("ignore", message=".*functools.lru_cache.*")
+        try:
+            command: Callable[[argparse.Namespace], int] = arguments.run
+            code = command(arguments)
+            if sys.stdout is not None:
+                sys.stdout.flush()
+            return code
+        except KeyboardInterrupt:
+            return _leave_interrupted()
+        except BrokenPipeError:
+            if interrupt.has_come:
+                return _leave_interrupted()
+            _drop_output()
+            return 141
+        except Exception as error:
+            # An interrupt inside of torch's C++ code comes out of it as an error of another kind.
+            if interrupt.has_come:
+                return _leave_interrupted()
+            if arguments.debug:
+                raise
+            kind = "" if isinstance(error, _expected_errors()) else f"{type(error).__name__}: "
+            print(f"glm-compile: error: {kind}{error}", file=sys.stderr)
+            return 2
+
+
+class _Interrupt(contextlib.AbstractContextManager["_Interrupt"]):
+    """Ctrl-C in the block raises KeyboardInterrupt once; the next one ends the process at once.
+
+    So a second one does not print a traceback out of the clean-up of the first.
+
+    Attributes:
+        has_come: whether it was pressed.
+    """
+
+    def __init__(self) -> None:
+        self.has_come = False
+        self.previous: Any = None
+
+    def __enter__(self) -> _Interrupt:
+        is_default = signal.getsignal(signal.SIGINT) is signal.default_int_handler
+        if is_default and threading.current_thread() is threading.main_thread():
+            self.previous = signal.signal(signal.SIGINT, self._receive)
+        return self
+
+    def __exit__(self, *_exception: object) -> None:
+        if self.previous is not None and not self.has_come:
+            signal.signal(signal.SIGINT, self.previous)
+
+    def _receive(self, *_signal: object) -> None:
+        self.has_come = True
+        signal.signal(signal.SIGINT, signal.SIG_DFL)
+        raise KeyboardInterrupt
+
+
+@contextlib.contextmanager
+def _whole() -> Iterator[None]:
+    """Hold Ctrl-C back until the block is done: what it writes is written whole."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    pressed: list[object] = []
+    previous = signal.signal(signal.SIGINT, lambda *_signal: pressed.append(True))
     try:
-        command: Callable[[argparse.Namespace], int] = arguments.run
-        code = command(arguments)
+        yield
+    finally:
+        signal.signal(signal.SIGINT, previous)
+    if pressed:
+        signal.raise_signal(signal.SIGINT)
+
+
+def _leave_interrupted() -> int:
+    """Keep what was printed so far, and say why no more comes."""
+    try:
         if sys.stdout is not None:
             sys.stdout.flush()
-        return code
-    except KeyboardInterrupt:
-        return 130
+        print("glm-compile: interrupted", file=sys.stderr)
     except BrokenPipeError:
-        # Whoever read the output (`| head`) has enough; the interpreter's last flush must not fail.
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        return 141
-    except Exception as error:
-        if arguments.debug:
-            raise
-        kind = "" if isinstance(error, _expected_errors()) else f"{type(error).__name__}: "
-        print(f"glm-compile: error: {kind}{error}", file=sys.stderr)
-        return 2
+        _drop_output()  # the reader got the same Ctrl-C
+    return 130
+
+
+def _drop_output() -> None:
+    """The interpreter's last flush must not fail where nobody reads any more."""
+    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
 def _expected_errors() -> tuple[type[Exception], ...]:
@@ -157,18 +229,26 @@ def _generate(arguments: argparse.Namespace) -> int:
     )
     step: Any = torch.compile(model, backend="glm", fullgraph=True) if use_compile else model
     torch.manual_seed(arguments.seed)
+    streamer = TextStreamer(tokenizer, skip_prompt=True) if arguments.stream else None
     start = time.perf_counter()
-    result = glm_compile.generate(
-        step,
-        inputs["input_ids"].to(device),
-        attention_mask=inputs["attention_mask"].to(device),
-        mtp=mtp,
-        num_draft_tokens=arguments.num_draft_tokens,
-        streamer=TextStreamer(tokenizer, skip_prompt=True) if arguments.stream else None,
-        return_dict_in_generate=True,
-        max_new_tokens=arguments.max_new_tokens,
-        **sampling,
-    )
+    try:
+        result = glm_compile.generate(
+            step,
+            inputs["input_ids"].to(device),
+            attention_mask=inputs["attention_mask"].to(device),
+            mtp=mtp,
+            num_draft_tokens=arguments.num_draft_tokens,
+            streamer=streamer,
+            return_dict_in_generate=True,
+            max_new_tokens=arguments.max_new_tokens,
+            **sampling,
+        )
+    except BaseException:
+        if streamer is not None and streamer.token_cache:
+            # It holds the last word back, and what is said next starts on a line of its own.
+            with contextlib.suppress(OSError):
+                streamer.end()
+        raise
     seconds = time.perf_counter() - start
     new_tokens = result.sequences[0, num_prompt_tokens:]
     if not arguments.stream:
@@ -239,7 +319,8 @@ def _explain(arguments: argparse.Namespace) -> int:
     )
     print(report.table())
     if arguments.save is not None:
-        report.save(arguments.save)
+        with _whole():
+            report.save(arguments.save)
     return 0 if report.ok else 1
 
 
