@@ -11,7 +11,14 @@ from typing import Any
 import torch
 
 from glm_compile.ops import _dispatch
+from glm_compile.ops._cute import why_no_cute
 from glm_compile.ops._library import register_op
+from glm_compile.ops.bf16_linear.config import (
+    MAX_STAGES,
+    is_measured,
+    library_wins,
+    stream_config_for,
+)
 from glm_compile.ops.bf16_linear.reference import bf16_linear_reference
 
 __all__ = ["bf16_linear"]
@@ -35,12 +42,13 @@ def bf16_linear(
         x_MK: bf16 [..., K], any strides; M = 0 is allowed.
         weight_NK: bf16 [N, K], any strides; or several weights, whose outputs are put side by side:
             `merged_linear`, one product where they lie side by side in memory. A list takes neither
-            bias nor residual nor backend.
+            bias nor residual nor backend. The `cute` kernel reads weights before the kernel ahead
+            has ended: that one may write them only if it lets no dependent in before it has.
         bias_N: bf16 [N].
         residual: bf16, the output's shape, any strides.
         deterministic: a row's result depends neither on the number of rows nor on the other rows.
             Repeated calls are equal bit for bit either way.
-        backend: force `triton` or `reference`.
+        backend: force `cute`, `triton` or `reference`.
 
     Returns:
         bf16 [..., N], contiguous.
@@ -76,7 +84,7 @@ def bf16_linear(
 
 
 # More rows than this are a job for the library's tiles, which reuse a weight once it is read.
-_MAX_FEW_ROWS = 16
+MAX_FEW_ROWS = 16
 
 
 def _why_not_triton(
@@ -94,6 +102,41 @@ def _why_not_triton(
     return _dispatch.why_no_triton(x, weight_NK, bias, residual)
 
 
+# It compiles for sm_100a as well, but the measured choices are an H200's.
+CUTE_ARCHS = ("sm_90a",)
+
+
+def why_not_cute(
+    x: torch.Tensor,
+    weight_NK: torch.Tensor,
+    bias: torch.Tensor | None,
+    residual: torch.Tensor | None,
+    deterministic: bool,
+) -> str | None:
+    for tensor in (x, weight_NK, bias, residual):
+        if tensor is not None and tensor.dtype != torch.bfloat16:
+            return f"the kernel takes bfloat16, got {tensor.dtype}"
+    if weight_NK.shape[1] == 0 or weight_NK.shape[1] % 8:
+        return f"in features must be a multiple of 8, got {weight_NK.shape[1]}"
+    if -(-weight_NK.shape[1] // stream_config_for(*weight_NK.shape).stage_columns) > MAX_STAGES:
+        return f"there are too many in features: {weight_NK.shape[1]}"
+    if weight_NK.stride(1) != 1 or weight_NK.stride(0) % 8 or weight_NK.data_ptr() % 16:
+        return "the weight's rows must be dense and start at multiples of 16 bytes"
+    return why_no_cute(x, weight_NK, bias, residual, archs=CUTE_ARCHS)
+
+
+def _run_cute(
+    x: torch.Tensor,
+    weight_NK: torch.Tensor,
+    bias: torch.Tensor | None,
+    residual: torch.Tensor | None,
+    deterministic: bool,
+) -> torch.Tensor:
+    from glm_compile.ops.bf16_linear.cute_kernel import bf16_linear_cute
+
+    return bf16_linear_cute(x, weight_NK, bias, residual)
+
+
 def _run_triton(*args: Any) -> torch.Tensor:
     from glm_compile.ops.bf16_linear.triton_kernel import bf16_linear_triton
 
@@ -102,8 +145,10 @@ def _run_triton(*args: Any) -> torch.Tensor:
 
 _TRITON = _dispatch.Backend("triton", _why_not_triton, _run_triton)
 _REFERENCE = _dispatch.Backend("reference", _dispatch.always, bf16_linear_reference)
-_FEW_ROWS = (_TRITON, _REFERENCE)
-_MANY_ROWS = (_REFERENCE, _TRITON)
+_CUTE = _dispatch.Backend("cute", why_not_cute, _run_cute)
+_MEASURED = (_CUTE, _TRITON, _REFERENCE)
+_FEW_ROWS = (_TRITON, _CUTE, _REFERENCE)
+_LIBRARY_FIRST = (_REFERENCE, _CUTE, _TRITON)
 
 
 def run_bf16_linear(
@@ -119,7 +164,11 @@ def run_bf16_linear(
     Rows that must not depend on their number take one kernel whatever that number is.
     """
     num_rows = x.numel() // max(1, x.shape[-1])
-    backends = _FEW_ROWS if deterministic or num_rows <= _MAX_FEW_ROWS else _MANY_ROWS
+    is_for_library = num_rows > MAX_FEW_ROWS or library_wins(*weight_NK.shape, num_rows)
+    if is_for_library and not deterministic:
+        backends = _LIBRARY_FIRST
+    else:
+        backends = _MEASURED if is_measured(*weight_NK.shape) else _FEW_ROWS
     return _dispatch.run(
         "bf16_linear", backends, backend, x, weight_NK, bias, residual, deterministic
     )

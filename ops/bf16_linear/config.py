@@ -1,8 +1,13 @@
-"""Tile sizes of the bf16 linear kernel."""
+"""Tile sizes of the bf16 linear kernels, and where the library is the faster one.
+
+Shape legend: M rows, K in features, N out features.
+"""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
+
+from glm_compile.ops.bf16_linear.measured import LIBRARY, MEASURED
 
 # Multiprocessors of the cards this is written for (H200: 132, B200: 148); only a scale here.
 _NUM_PROCESSORS = 132
@@ -39,3 +44,70 @@ def default_for(num_features: int, num_columns: int) -> KernelConfig:
     while block_k > 32 and block_k >= 2 * num_columns:
         block_k //= 2
     return KernelConfig(block_n=block_n, block_k=block_k, num_warps=4, num_stages=4)
+
+
+# Stages of one block's part of K: the loop over them is unrolled.
+MAX_STAGES = 63
+
+
+@dataclass(frozen=True)
+class StreamConfig:
+    """How the CuTe kernel splits a weight; one for every M, so that rows do not depend on M.
+
+    Attributes:
+        tile: out features of a block at a time, a multiple of 8.
+        stage_columns: columns of a stage of the ring, a multiple of 32 * warps.
+        num_warps: that multiply.
+        num_loaders: warps that load.
+        cluster: blocks that share out K; the number of stages is a multiple of it.
+        blocks_per_processor: 2 lets the next kernel's blocks fill their rings while this one's
+            still multiply.
+    """
+
+    tile: int
+    stage_columns: int = 1024
+    num_warps: int = 8
+    num_loaders: int = 2
+    cluster: int = 1
+    blocks_per_processor: int = 1
+
+    def __post_init__(self) -> None:
+        if self.tile % 8 or self.stage_columns % (32 * self.num_warps):
+            raise ValueError(
+                f"bf16_linear: a tile must be a multiple of 8 rows and a stage one of 32 columns "
+                f"a warp, got {self}"
+            )
+
+
+def stream_config_for(num_features: int, num_columns: int) -> StreamConfig:
+    """The measured choice for this weight, or an analytic one."""
+    measured = MEASURED.get((num_features, num_columns))
+    return StreamConfig(*measured) if measured else default_stream(num_features, num_columns)
+
+
+def is_measured(num_features: int, num_columns: int) -> bool:
+    """Whether the CuTe kernel has been measured against the library's on this weight."""
+    return (num_features, num_columns) in MEASURED
+
+
+def library_wins(num_features: int, num_columns: int, num_rows: int) -> bool:
+    """Whether the library was the faster one for this weight and at most so many rows."""
+    bucket = 1 << max(0, num_rows - 1).bit_length()
+    return bucket in LIBRARY.get((num_features, num_columns), ())
+
+
+def default_stream(num_features: int, num_columns: int) -> StreamConfig:
+    """One wave of blocks if tiles stay small, else tiles of 16; K shared out if N is small."""
+    stage_columns = next((c for c in (1024, 512, 256) if num_columns % c == 0), 512)
+    num_stages = -(-num_columns // stage_columns)
+    cluster = 1
+    while (
+        cluster < 8
+        and num_stages % (cluster * 2) == 0
+        and num_features * cluster * 2 <= 16 * _NUM_PROCESSORS
+    ):
+        cluster *= 2
+    tile = max(16, -(-num_features * cluster // (_NUM_PROCESSORS * 8)) * 8)
+    return StreamConfig(
+        tile=tile if tile <= 32 else 16, stage_columns=stage_columns, cluster=cluster
+    )

@@ -1,11 +1,16 @@
-"""The model's RMSNorm in plain torch.
+"""The model's RMSNorm in plain torch, and the linear after it as the other ops do it.
 
-Shape legend: M rows, K in features.
+Shape legend: M rows, K in features, N out features.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
+
+from glm_compile.ops.bf16_linear import run_bf16_linear
+from glm_compile.ops.merged_linear import adjacent_block, merged_linear
 
 
 def rms_norm_reference(x: torch.Tensor, weight_K: torch.Tensor, eps: float) -> torch.Tensor:
@@ -13,3 +18,29 @@ def rms_norm_reference(x: torch.Tensor, weight_K: torch.Tensor, eps: float) -> t
     x_fp32 = x.float()
     variance = x_fp32.pow(2).mean(-1, keepdim=True)
     return weight_K * (x_fp32 * torch.rsqrt(variance + eps)).to(x.dtype)
+
+
+def rms_norm_linear_reference(
+    x: torch.Tensor,
+    norm_weight_K: torch.Tensor,
+    weights: Sequence[torch.Tensor],
+    bias_N: torch.Tensor | None,
+    eps: float,
+    deterministic: bool,
+) -> torch.Tensor:
+    """The norm, then `bf16_linear`, or `merged_linear` where weights are apart."""
+    normed = rms_norm_reference(x, norm_weight_K, eps)
+    return linear_of_normed(normed, weights, bias_N, deterministic)
+
+
+def linear_of_normed(
+    normed: torch.Tensor,
+    weights: Sequence[torch.Tensor],
+    bias_N: torch.Tensor | None,
+    deterministic: bool,
+) -> torch.Tensor:
+    """The product alone."""
+    if (block := adjacent_block(weights)) is not None:
+        return run_bf16_linear(normed, block, bias_N, None, deterministic, "")
+    product = merged_linear(normed, weights, deterministic=deterministic)
+    return product if bias_N is None else product + bias_N

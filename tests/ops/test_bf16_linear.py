@@ -150,8 +150,8 @@ def test_wrong_arguments_are_named():
         bf16_linear(x, weight, bias[:1])
     with pytest.raises(ValueError, match="residual must have the output's shape"):
         bf16_linear(x, weight, residual=residual[:1])
-    with pytest.raises(ValueError, match="unknown backend 'cute'"):
-        bf16_linear(x, weight, backend="cute")
+    with pytest.raises(ValueError, match="unknown backend 'nvfp'"):
+        bf16_linear(x, weight, backend="nvfp")
 
 
 TRITON_DEVICES = [

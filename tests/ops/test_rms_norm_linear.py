@@ -67,3 +67,68 @@ def test_calls_that_cannot_be_are_refused(change, message):
     with pytest.raises(ValueError) as error:
         rms_norm_linear(*change(x, norm_weight, weights), eps=EPS)
     assert message in str(error.value)
+
+
+def on_gpu(*tensors):
+    return [tensor.cuda() for tensor in tensors]
+
+
+@pytest.mark.compile_only
+@pytest.mark.parametrize("arch", ["sm_90a", "sm_100a"])
+@pytest.mark.parametrize("num_rows", [6, 16])
+@pytest.mark.parametrize("num_out", [20480, 2048, 6144])
+def test_compiles_without_spilling(arch, num_rows, num_out, tmp_path):
+    pytest.importorskip("cutlass")
+    from glm_compile.ops.bf16_linear.cute_kernel import norm_config_for
+    from tests.ops.test_bf16_linear_cute import check_compiles
+
+    config = norm_config_for(num_out, 2048)
+    check_compiles(config, arch, 2048, num_rows, tmp_path, ("norm",))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("num_rows", [0, 1, 6, 16, 37])
+@pytest.mark.parametrize("num_in, num_out", [(2048, (16384, 4096)), (520, (37,)), (2048, (2048,))])
+def test_norm_inside_the_product(num_rows, num_in, num_out):
+    block = (torch.randn(sum(num_out), num_in, device="cuda") / num_in**0.5).bfloat16()
+    weights = list(block.split(num_out))
+    wide = (torch.randn(num_rows, num_in + 736, device="cuda") * 3).bfloat16()
+    x, norm_weight = wide[:, :num_in], (torch.rand(num_in, device="cuda") + 0.5).bfloat16()
+    result = rms_norm_linear(x, norm_weight, weights, eps=EPS, backend="cute")
+    normed = normed_by_the_model(x.cpu(), norm_weight.cpu()).cuda()
+    expected = normed.double() @ block.double().T
+    torch.testing.assert_close(result.double(), expected, rtol=2**-7, atol=2**-7)
+    for _ in range(20):
+        again = rms_norm_linear(x, norm_weight, weights, eps=EPS, backend="cute")
+        assert torch.equal(again, result)
+    for few in (1, 5, 16):
+        part = rms_norm_linear(x[:few], norm_weight, weights, eps=EPS, backend="cute")
+        assert torch.equal(part, result[:few])
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("num_rows", [6, 16])
+def test_normed_values_are_the_models(num_rows):
+    """A unit matrix shows the normed value itself: every rounding is that of the model's norm."""
+    num_in = 2048
+    weight = torch.eye(num_in, device="cuda").bfloat16()
+    x = (torch.randn(num_rows, num_in, device="cuda") * 3).bfloat16()
+    norm_weight = (torch.rand(num_in, device="cuda") + 0.5).bfloat16()
+    norm = GlmMoeDsaRMSNorm(num_in, eps=EPS).to("cuda", torch.bfloat16)
+    norm.weight.copy_(norm_weight)
+    result = rms_norm_linear(x, norm_weight, weight, eps=EPS, backend="cute")
+    # The order of the sum of squares differs, which may move the scale by its last bit.
+    assert (result != norm(x)).float().mean() <= 1e-4
+    torch.testing.assert_close(result, norm(x), rtol=2**-7, atol=0)
+
+
+@pytest.mark.gpu
+def test_what_the_norm_inside_cannot_take_is_said():
+    x, norm_weight, weights = make_inputs((2,), 64, 16, 8)
+    x, norm_weight, *weights = on_gpu(x, norm_weight, *weights)
+    with pytest.raises(ValueError, match="side by side"):
+        rms_norm_linear(x, norm_weight, weights, eps=EPS, backend="cute")
+    block = torch.randn(256, 16384, device="cuda").bfloat16()
+    with pytest.raises(ValueError, match="registers of one block"):
+        rms_norm_linear(block[:2], block[0], block, eps=EPS, backend="cute")
+    assert rms_norm_linear(block[:2], block[0], block, eps=EPS).shape == (2, 256)

@@ -1,0 +1,595 @@
+"""A bf16 linear for few rows in CuTe DSL for sm_90a: weights stream through shared memory.
+
+One warp of a block keeps a ring of stages full by bulk copies, a row's piece of a stage each; the
+others share out a stage's columns between them, multiply by tensor cores (16 out features by 8 rows
+of x) and add their sums up at the end of a tile, in one order. Where out features are too few for
+all multiprocessors the blocks of a cluster share out K as well, and add up in one order too. So
+results are the same in every run; a row's depend neither on the other rows nor on their number.
+
+The tensor cores do not care which columns they multiply as long as both sides agree. Here a lane
+takes eight adjacent columns of a row, so weights come out of shared memory 16 bytes at a time and x
+needs no shared memory: each warp loads the columns that it multiplies, straight into registers.
+
+Under programmatic dependent launch weights are requested before the kernels ahead have ended, x
+after. Dependents are let in only then, so what a kernel reads early was written two launches ahead
+at the latest.
+
+Shape legend: M rows, K in features, N out features.
+"""
+
+from __future__ import annotations
+
+import functools
+from dataclasses import dataclass, replace
+from typing import Any
+
+import cutlass
+import cutlass.cute as cute
+import torch
+from cutlass import BFloat16, Float32, Int32, Int64
+from cutlass.cute.runtime import make_fake_tensor
+from cutlass.memory import SmemAllocator
+
+from glm_compile.ops._cute import arch_of, compile_kernel
+from glm_compile.ops._cute.stream import (
+    bulk_load,
+    evict_first_policy,
+    load_global_16_bytes,
+    load_peer_float,
+    load_shared_16_bytes,
+    mma_bf16,
+    multiply_bf16,
+    pack_bf16,
+    reciprocal_sqrt,
+    unpack_bf16,
+)
+from glm_compile.ops.bf16_linear.config import StreamConfig, stream_config_for
+
+_WARP = 32
+# Columns of one step of a warp: 8 of each of the 4 lanes that share a row.
+STEP = 32
+# Rows of x of one product.
+_ROWS = 8
+
+
+@dataclass(frozen=True)
+class Variant:
+    """What a kernel is specialised for.
+
+    Attributes:
+        num_columns: K.
+        tile: out features of a block at a time, a multiple of 8.
+        stage_columns: columns of a stage, a multiple of 32 * warps.
+        num_stages: of the ring.
+        num_warps: that multiply.
+        num_loaders: further warps, that load.
+        cluster: blocks that share out K.
+        row_blocks: of 8 rows of x; 1 or 2.
+        is_resident: x stays in registers over all tiles of a block.
+        ahead: stages that x is loaded ahead where it is not resident.
+        has_norm, has_bias, has_residual: which optional arguments are given.
+    """
+
+    num_columns: int
+    tile: int
+    stage_columns: int
+    num_stages: int
+    num_warps: int
+    cluster: int
+    row_blocks: int
+    is_resident: bool
+    ahead: int = 2
+    num_loaders: int = 1
+    has_norm: bool = False
+    has_bias: bool = False
+    has_residual: bool = False
+    use_pdl: bool = True
+
+    @property
+    def num_steps(self) -> int:
+        """Stages that a block multiplies for a tile."""
+        return -(-self.num_columns // self.stage_columns) // self.cluster
+
+
+class Bf16LinearKernel:
+    """One variant of the kernel; `__call__` is its launcher."""
+
+    def __init__(self, variant: Variant) -> None:
+        v = variant
+        self.v = variant
+        self.num_threads = (v.num_warps + v.num_loaders) * _WARP
+        self.num_consumers = v.num_warps * _WARP
+        # Half a 128-byte line is left free so that adjacent rows use the other half of the banks.
+        self.pitch = v.stage_columns * 2 + 64
+        self.stage_bytes = v.tile * self.pitch
+        self.warp_columns = v.stage_columns // v.num_warps
+        self.steps_per_stage = self.warp_columns // STEP
+        self.tile_blocks = -(-v.tile // 16)
+        # 4 more than a multiple of 16: stores of a warp's sums meet no bank twice.
+        self.sum_pitch = self.tile_blocks * 16 + 4
+        self.num_rows = v.row_blocks * _ROWS
+        num_sums = v.num_warps * self.num_rows * self.sum_pitch
+        self.other_shared_bytes = (num_sums + v.num_warps * 16) * 4 + 128
+
+    @cute.jit
+    def __call__(
+        self,
+        x: cute.Tensor,
+        weight: cute.Tensor,
+        norm_weight: cute.Tensor | None,
+        bias: cute.Tensor | None,
+        residual: cute.Tensor | None,
+        output: cute.Tensor,
+        eps: Float32,
+        num_blocks: Int32,
+        stream: Any,
+    ) -> None:
+        v = self.v
+        row_blocks = (x.shape[0] + self.num_rows - 1) // self.num_rows
+        self.kernel(x, weight, norm_weight, bias, residual, output, eps).launch(
+            grid=(num_blocks * v.cluster, row_blocks, 1),
+            block=(self.num_threads, 1, 1),
+            cluster=(v.cluster, 1, 1) if v.cluster > 1 else None,
+            stream=stream,
+            use_pdl=v.use_pdl,
+        )
+
+    @cute.kernel
+    def kernel(
+        self,
+        x: cute.Tensor,
+        weight: cute.Tensor,
+        norm_weight: cute.Tensor | None,
+        bias: cute.Tensor | None,
+        residual: cute.Tensor | None,
+        output: cute.Tensor,
+        eps: Float32,
+    ) -> None:
+        v = self.v
+        tid, _, _ = cute.arch.thread_idx()
+        block, row_block, _ = cute.arch.block_idx()
+        num_blocks, _, _ = cute.arch.grid_dim()
+        warp = cute.arch.make_warp_uniform(cute.arch.warp_idx())
+        allocator = SmemAllocator()
+        ring = allocator.allocate_tensor(
+            Int32, cute.make_layout(v.num_stages * self.stage_bytes // 4), 128
+        )
+        sums = allocator.allocate_tensor(
+            Float32, cute.make_layout(v.num_warps * self.num_rows * self.sum_pitch), 16
+        )
+        squares = allocator.allocate_tensor(Float32, cute.make_layout(v.num_warps * 16), 16)
+        barriers = allocator.allocate_tensor(Int64, cute.make_layout(2 * v.num_stages), 16)
+        is_full = barriers.iterator
+        is_empty = barriers.iterator + v.num_stages
+        if tid == 0:
+            for stage in cutlass.range_constexpr(v.num_stages):
+                cute.arch.mbarrier_init(is_full + stage, 1)
+                cute.arch.mbarrier_init(is_empty + stage, v.num_warps)
+            cute.arch.mbarrier_init_fence()
+        cute.arch.sync_threads()
+        tile = block // v.cluster
+        rank = block % v.cluster
+        stride = num_blocks // v.cluster
+        if warp >= v.num_warps:
+            self._load(weight, ring, is_full, is_empty, tile, rank, stride, warp - v.num_warps)
+        else:
+            self._multiply(
+                (x, weight, norm_weight, bias, residual, output, eps),
+                (ring, sums, squares, is_full, is_empty),
+                (tile, rank, stride, row_block),
+            )
+
+    # -- the warp that loads ----------------------------------------------------------------------
+
+    @cute.jit
+    def _load(self, weight, ring, is_full, is_empty, tile, rank, stride, loader) -> None:
+        v = self.v
+        policy = evict_first_policy()
+        num_features = weight.shape[0]
+        num_tiles = (num_features + v.tile - 1) // v.tile
+        row_bytes = Int64(weight.stride[0]) * 2
+        ring_address = Int32(ring.iterator.toint()) + loader * self.pitch
+        slot = Int32(0)
+        phase = Int32(1)
+        while tile < num_tiles:
+            first = tile * v.tile
+            rows = cutlass.min(num_features - first, v.tile)
+            row_address = weight.iterator.toint() + Int64(first + loader) * row_bytes
+            for step in cutlass.range(v.num_steps, unroll=1):
+                column = (rank * v.num_steps + step) * v.stage_columns
+                num_bytes = Int32(v.stage_columns * 2)
+                if cutlass.const_expr(v.num_columns % v.stage_columns):
+                    num_bytes = cutlass.min(num_bytes, (v.num_columns - column) * 2)
+                cute.arch.mbarrier_wait(is_empty + slot, phase)
+                to = ring_address + slot * self.stage_bytes
+                barrier = Int32((is_full + slot).toint())
+                source = row_address + Int64(column) * 2
+                with cute.arch.elect_one():
+                    if loader == 0:
+                        cute.arch.mbarrier_arrive_and_expect_tx(is_full + slot, rows * num_bytes)
+                    # One thread starts all copies of its warp: the instruction takes addresses that
+                    # are the warp's, so lanes with different ones would come one by one, slower.
+                    for part in cutlass.range_constexpr(-(-v.tile // v.num_loaders)):
+                        if loader + part * v.num_loaders < rows:
+                            bulk_load(to, source, num_bytes, barrier, policy)
+                        to += v.num_loaders * self.pitch
+                        source += v.num_loaders * row_bytes
+                slot += 1
+                if slot == v.num_stages:
+                    slot = Int32(0)
+                    phase ^= 1
+            tile += stride
+
+    # -- the warps that multiply ------------------------------------------------------------------
+
+    @cute.jit
+    def _multiply(self, tensors, shared, place) -> None:
+        v = self.v
+        x, weight, norm_weight, bias, residual, output, eps = tensors
+        ring, sums, squares, is_full, is_empty = shared
+        tile, rank, stride, row_block = place
+        tid, _, _ = cute.arch.thread_idx()
+        lane = cute.arch.lane_idx()
+        warp = cute.arch.make_warp_uniform(cute.arch.warp_idx())
+        group = lane // 4
+        # This lane's first column, of the whole K and of a stage.
+        own_column = warp * self.warp_columns + (lane % 4) * 8
+        first_column = rank * (v.num_steps * v.stage_columns) + own_column
+        first_row = row_block * self.num_rows
+        num_rows = cutlass.min(x.shape[0] - first_row, self.num_rows)
+        num_features = weight.shape[0]
+        num_tiles = (num_features + v.tile - 1) // v.tile
+        x_addresses = [
+            x.iterator.toint()
+            + (Int64(first_row + group + n * _ROWS) * Int64(x.stride[0]) + Int64(first_column)) * 2
+            for n in range(v.row_blocks)
+        ]
+        has_row = [Int32(group + n * _ROWS < num_rows) for n in range(v.row_blocks)]
+        norm_parts = []
+        if cutlass.const_expr(v.has_norm):
+            norm_address = norm_weight.iterator.toint() + Int64(first_column) * 2
+            norm_parts = [
+                self._load_step([norm_address], [Int32(1)], first_column, step)[0]
+                for step in range(v.num_steps * self.steps_per_stage)
+            ]
+        cute.arch.griddepcontrol_wait()
+        cute.arch.griddepcontrol_launch_dependents()
+        x_parts = []
+        if cutlass.const_expr(v.is_resident):
+            x_parts = [
+                self._load_step(x_addresses, has_row, first_column, step)
+                for step in range(v.num_steps * self.steps_per_stage)
+            ]
+            if cutlass.const_expr(v.has_norm):
+                x_parts = self._normed(x_parts, norm_parts, squares, warp, lane, eps)
+
+        own_address = Int32(ring.iterator.toint()) + group * self.pitch + own_column * 2
+        slot = Int32(0)
+        phase = Int32(0)
+        while tile < num_tiles:
+            total = [
+                [[Float32(0.0) for _ in range(4)] for _ in range(v.row_blocks)]
+                for _ in range(self.tile_blocks)
+            ]
+            parts = list(x_parts)
+            if cutlass.const_expr(not v.is_resident):
+                for step in cutlass.range_constexpr(
+                    min(v.ahead, v.num_steps) * self.steps_per_stage
+                ):
+                    parts.append(self._load_step(x_addresses, has_row, first_column, step))
+            for stage in cutlass.range_constexpr(v.num_steps):
+                if cutlass.const_expr(not v.is_resident and stage + v.ahead < v.num_steps):
+                    for i in cutlass.range_constexpr(self.steps_per_stage):
+                        step = (stage + v.ahead) * self.steps_per_stage + i
+                        parts.append(self._load_step(x_addresses, has_row, first_column, step))
+                cute.arch.mbarrier_wait(is_full + slot, phase)
+                address = own_address + slot * self.stage_bytes
+                for i in cutlass.range_constexpr(self.steps_per_stage):
+                    step = stage * self.steps_per_stage + i
+                    self._multiply_step(total, parts[step], address, first_column, step, i)
+                cute.arch.sync_warp()
+                if lane == 0:
+                    cute.arch.mbarrier_arrive(is_empty + slot)
+                slot += 1
+                if slot == v.num_stages:
+                    slot = Int32(0)
+                    phase ^= 1
+            self._sum_up(total, sums, warp, lane)
+            first = tile * v.tile
+            if cutlass.const_expr(v.cluster > 1):
+                self._finish_cluster(sums, output, bias, residual, first, first_row, num_rows, rank)
+            else:
+                for i in cutlass.range_constexpr(self._outputs_per_thread(1)):
+                    index = tid + i * self.num_consumers
+                    row = index // v.tile
+                    feature = index % v.tile
+                    if row < num_rows and first + feature < num_features:
+                        value = Float32(0.0)
+                        for w in cutlass.range_constexpr(v.num_warps):
+                            value += sums[(w * self.num_rows + row) * self.sum_pitch + feature]
+                        self._store(value, output, bias, residual, first_row + row, first + feature)
+            tile += stride
+
+    def _outputs_per_thread(self, blocks: int) -> int:
+        return -(-self.num_rows * self.v.tile // (self.num_consumers * blocks))
+
+    def _is_cut(self, step: int) -> bool:
+        """Whether columns of a step may lie beyond K."""
+        v = self.v
+        is_last = step // self.steps_per_stage == v.num_steps - 1
+        return is_last and v.num_columns % v.stage_columns != 0
+
+    def _column(self, step: int) -> int:
+        stage, i = divmod(step, self.steps_per_stage)
+        return stage * self.v.stage_columns + i * STEP
+
+    def _load_step(self, addresses, has_row, first_column, step):
+        """Words of x of one step: 4 for each block of 8 rows; zeros beyond the rows and K."""
+        column = self._column(step)
+        loaded = []
+        for address, wanted in zip(addresses, has_row, strict=True):
+            if self._is_cut(step):
+                wanted = wanted & Int32(first_column + column < self.v.num_columns)
+            loaded.append(load_global_16_bytes(address + column * 2, wanted))
+        return loaded
+
+    def _multiply_step(self, total, x_part, address, first_column, step, index) -> None:
+        v = self.v
+        zero = Int32(0)
+        for block in range(self.tile_blocks):
+            at = address + (block * 16 * self.pitch + index * STEP * 2)
+            upper = load_shared_16_bytes(at)
+            lower = (zero,) * 4
+            if block * 16 + 8 < v.tile:
+                lower = load_shared_16_bytes(at + 8 * self.pitch)
+            if self._is_cut(step):
+                # What lies in the ring beyond K is left over, and may be NaN.
+                keep = zero - Int32(first_column + self._column(step) < v.num_columns)
+                upper = tuple(word & keep for word in upper)
+                lower = tuple(word & keep for word in lower)
+            for n in range(v.row_blocks):
+                for half in (0, 2):
+                    a = (upper[half], lower[half], upper[half + 1], lower[half + 1])
+                    total[block][n] = mma_bf16(a, x_part[n][half : half + 2], total[block][n])
+
+    @cute.jit
+    def _sum_up(self, total, sums, warp, lane) -> None:
+        """Put this warp's sums where all can read them."""
+        v = self.v
+        # The sums of the tile before have been read.
+        cute.arch.barrier(barrier_id=1, number_of_threads=self.num_consumers)
+        group = lane // 4
+        for block in cutlass.range_constexpr(self.tile_blocks):
+            for n in cutlass.range_constexpr(v.row_blocks):
+                for i in cutlass.range_constexpr(4):
+                    row = n * _ROWS + (lane % 4) * 2 + i % 2
+                    feature = block * 16 + group + (i // 2) * 8
+                    at = (warp * self.num_rows + row) * self.sum_pitch + feature
+                    sums[at] = total[block][n][i]
+        cute.arch.barrier(barrier_id=1, number_of_threads=self.num_consumers)
+
+    @cute.jit
+    def _finish_cluster(
+        self, sums, output, bias, residual, first, first_row, num_rows, rank
+    ) -> None:
+        """Add the blocks' sums up; each block of the cluster stores its share of the tile."""
+        v = self.v
+        tid, _, _ = cute.arch.thread_idx()
+        for i in cutlass.range_constexpr(self._outputs_per_thread(1)):
+            index = tid + i * self.num_consumers
+            row = index // v.tile
+            at = row * self.sum_pitch + index % v.tile
+            if row < num_rows:
+                value = sums[at]
+                for w in cutlass.range_constexpr(1, v.num_warps):
+                    value += sums[at + w * self.num_rows * self.sum_pitch]
+                # Only this thread reads this place.
+                sums[at] = value
+        cute.arch.cluster_arrive()
+        cute.arch.cluster_wait()
+        sums_address = Int32(sums.iterator.toint())
+        for i in cutlass.range_constexpr(self._outputs_per_thread(v.cluster)):
+            index = (tid + i * self.num_consumers) * v.cluster + rank
+            row = index // v.tile
+            feature = index % v.tile
+            if row < num_rows and first + feature < output.shape[1]:
+                value = Float32(0.0)
+                for peer in cutlass.range_constexpr(v.cluster):
+                    at = sums_address + (row * self.sum_pitch + feature) * 4
+                    value += load_peer_float(at, Int32(peer))
+                self._store(value, output, bias, residual, first_row + row, first + feature)
+        # Peers may still read this block's sums.
+        cute.arch.cluster_arrive()
+        cute.arch.cluster_wait()
+
+    @cute.jit
+    def _store(self, value, output, bias, residual, row, feature) -> None:
+        if cutlass.const_expr(bias is not None):
+            value += Float32(bias[feature])
+        if cutlass.const_expr(residual is not None):
+            value = Float32(BFloat16(value)) + Float32(residual[row, feature])
+        output[row, feature] = BFloat16(value)
+
+    @cute.jit
+    def _normed(self, parts, norm_parts, squares, warp, lane, eps):
+        """RMSNorm of the rows in registers, with the roundings of the model's own."""
+        v = self.v
+        group = lane // 4
+        for n in cutlass.range_constexpr(v.row_blocks):
+            square = _sum_of_squares([word for part in parts for word in part[n]])
+            square += cute.arch.shuffle_sync_bfly(square, 1)
+            square += cute.arch.shuffle_sync_bfly(square, 2)
+            if lane % 4 == 0:
+                squares[warp * 16 + n * _ROWS + group] = square
+        cute.arch.barrier(barrier_id=1, number_of_threads=self.num_consumers)
+        scales = []
+        for n in cutlass.range_constexpr(v.row_blocks):
+            square = Float32(0.0)
+            for w in cutlass.range_constexpr(v.num_warps):
+                square += squares[w * 16 + n * _ROWS + group]
+            scales.append(reciprocal_sqrt(square * (1.0 / v.num_columns) + eps))
+        return _scale(parts, norm_parts, scales)
+
+
+def _sum_of_squares(words: list) -> Float32:
+    total = Float32(0.0)
+    for word in words:
+        for value in unpack_bf16(word):
+            total += value * value
+    return total
+
+
+def _scale(parts: list, norm_parts: list, scales: list) -> list:
+    """Each pair of bf16 times its row's scale, rounded, times the norm's weight, rounded."""
+
+    def scaled(word: Int32, norm_word: Int32, scale: Float32) -> Int32:
+        first, second = unpack_bf16(word)
+        return multiply_bf16(pack_bf16(first * scale, second * scale), norm_word)
+
+    return [
+        [
+            tuple(map(scaled, words, norm_words, [scale] * 4))
+            for words, scale in zip(part, scales, strict=True)
+        ]
+        for part, norm_words in zip(parts, norm_parts, strict=True)
+    ]
+
+
+def compile_variant(variant: Variant, arch: str, options: str = "") -> Any:
+    """Compile one variant; see `compile_kernel`."""
+
+    def matrix(last_stride: Any, align: int, row_divisibility: int = 1) -> Any:
+        strides = (cute.sym_int64(divisibility=row_divisibility), last_stride)
+        return make_fake_tensor(
+            BFloat16, (cute.sym_int32(), cute.sym_int32()), strides, assumed_align=align
+        )
+
+    def vector(align: int) -> Any:
+        return make_fake_tensor(BFloat16, (cute.sym_int32(),), (1,), assumed_align=align)
+
+    return compile_kernel(
+        Bf16LinearKernel(variant),
+        matrix(1, 16, 8),
+        matrix(1, 16, 8),
+        vector(16) if variant.has_norm else None,
+        vector(2) if variant.has_bias else None,
+        matrix(cute.sym_int64(), 2) if variant.has_residual else None,
+        matrix(1, 2),
+        Float32(0.0),
+        Int32(1),
+        arch=arch,
+        options=options,
+    )
+
+
+@functools.cache
+def _compiled(variant: Variant, arch: str) -> Any:
+    return compile_variant(variant, arch)
+
+
+# Shared memory of a multiprocessor, less what the system keeps for each block.
+_SHARED_BYTES = 226 * 1024
+# Registers that a thread of 8 warps may spend on x and on sums: what leaves room for the rest.
+_HELD_REGISTERS = 112
+
+
+@functools.cache
+def variant_for(num_columns: int, num_rows: int, config: StreamConfig) -> Variant:
+    """The kernel for so many rows; what decides the order of sums comes from `config` alone."""
+    row_blocks = 1 if num_rows <= _ROWS else 2
+    held_registers = 4 * row_blocks * (_steps(num_columns, config) + -(-config.tile // 16))
+    variant = Variant(
+        num_columns=num_columns,
+        tile=config.tile,
+        stage_columns=config.stage_columns,
+        num_stages=1,
+        num_warps=config.num_warps,
+        cluster=config.cluster,
+        row_blocks=row_blocks,
+        is_resident=held_registers <= _HELD_REGISTERS,
+        num_loaders=config.num_loaders,
+    )
+    kernel = Bf16LinearKernel(variant)
+    left = _SHARED_BYTES // config.blocks_per_processor - 1024 - kernel.other_shared_bytes
+    # A block never loads more stages ahead than this without having multiplied one.
+    return replace(variant, num_stages=max(1, min(left // (kernel.stage_bytes + 16), 32)))
+
+
+def _steps(num_columns: int, config: StreamConfig) -> int:
+    """Steps of a warp over its columns of K."""
+    stages = -(-num_columns // config.stage_columns) // config.cluster
+    return stages * config.stage_columns // (_WARP * config.num_warps)
+
+
+def norm_config_for(num_features: int, num_columns: int) -> StreamConfig | None:
+    """How to split a weight whose x is normed: blocks hold whole rows of x, and the norm's weight.
+
+    None where that is more than their registers can hold.
+    """
+    config = replace(stream_config_for(num_features, num_columns), cluster=1)
+    held_registers = 12 * _steps(num_columns, config) + 8 * -(-config.tile // 16)
+    return config if held_registers <= _HELD_REGISTERS + 8 else None
+
+
+@functools.cache
+def _num_processors(device: torch.device) -> int:
+    return torch.cuda.get_device_properties(device).multi_processor_count
+
+
+def _rows_to_load(x_MK: torch.Tensor) -> torch.Tensor:
+    """x with rows that bulk loads can take: dense, starting at multiples of 16 bytes."""
+    if x_MK.shape[0] == 1:
+        # The stride of the only row means nothing, and may be anything.
+        x_MK = x_MK.as_strided(x_MK.shape, (-(-x_MK.shape[1] // 8) * 8, x_MK.stride(1)))
+    if x_MK.stride(1) != 1 or x_MK.stride(0) % 8 or x_MK.data_ptr() % 16:
+        x_MK = x_MK.clone(memory_format=torch.contiguous_format)
+    return x_MK
+
+
+def bf16_linear_cute(
+    x: torch.Tensor,
+    weight_NK: torch.Tensor,
+    bias_N: torch.Tensor | None,
+    residual: torch.Tensor | None,
+    norm_weight_K: torch.Tensor | None = None,
+    eps: float = 0.0,
+    *,
+    config: StreamConfig | None = None,
+) -> torch.Tensor:
+    """Launch the kernel; an x with gaps is made dense first, a weight never.
+
+    With a norm weight x goes through the model's RMSNorm first; see `norm_config_for`.
+    """
+    num_features, num_columns = weight_NK.shape
+    output = x.new_empty((*x.shape[:-1], num_features))
+    if not output.numel():
+        return output
+    x_MK = _rows_to_load(x.reshape(-1, num_columns))
+    num_rows = x_MK.shape[0]
+    if norm_weight_K is not None:
+        config = norm_config_for(num_features, num_columns)
+        assert config is not None
+    config = config or stream_config_for(num_features, num_columns)
+    variant = replace(
+        variant_for(num_columns, num_rows, config),
+        has_norm=norm_weight_K is not None,
+        has_bias=bias_N is not None,
+        has_residual=residual is not None,
+    )
+    num_tiles = -(-num_features // config.tile)
+    num_blocks = num_tiles
+    if config.cluster == 1:
+        per_block = -(-num_tiles // (_num_processors(x.device) * config.blocks_per_processor))
+        num_blocks = -(-num_tiles // per_block)
+    run = _compiled(variant, arch_of(x.device))
+    run(
+        x_MK,
+        weight_NK,
+        None if norm_weight_K is None else norm_weight_K.contiguous(),
+        None if bias_N is None else bias_N.contiguous(),
+        None if residual is None else residual.reshape(num_rows, num_features),
+        output.view(num_rows, num_features),
+        eps,
+        num_blocks,
+    )
+    return output

@@ -1,0 +1,244 @@
+"""The streaming kernel of bf16_linear: what it compiles to, and its numbers on a GPU.
+
+Shape legend: M rows, K in features, N out features.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+
+from glm_compile.ops.bf16_linear import bf16_linear
+from glm_compile.ops.bf16_linear.config import (
+    MAX_STAGES,
+    StreamConfig,
+    default_stream,
+    library_wins,
+    stream_config_for,
+)
+from glm_compile.ops.bf16_linear.measured import MEASURED
+from tests.ops.test_bf16_linear import check_error, make_inputs
+
+# Every way to split: one tile a block, several, K over a cluster, x held or loaded again, tiles
+# that are no multiple of 16, one or two blocks a multiprocessor.
+CONFIGS = [
+    StreamConfig(24, 512, 8, 4),
+    StreamConfig(8, 256, 8, 1),
+    StreamConfig(40, 1024, 8, 2),
+    StreamConfig(16, 512, 8, 2, cluster=2),
+    StreamConfig(32, 256, 8, 4, cluster=4),
+    StreamConfig(16, 512, 8, 2, blocks_per_processor=2),
+    StreamConfig(96, 256, 8, 3),
+]
+# (N, K): neither a multiple of a tile nor of a stage; K of 8 columns; one feature; the release's.
+SHAPES = [(100, 1000), (1, 8), (37, 520), (2784, 6144), (20480, 2048), (160, 6144), (6144, 16384)]
+
+
+def splits(config: StreamConfig, num_columns: int) -> bool:
+    """Whether the blocks of a cluster get equally many stages, and not too many."""
+    num_stages = -(-num_columns // config.stage_columns)
+    return num_stages % config.cluster == 0 and num_stages <= MAX_STAGES
+
+
+def test_measured_choices_can_be_launched():
+    for (num_features, num_columns), fields in MEASURED.items():
+        config = StreamConfig(*fields)
+        assert config.tile % 8 == 0 and splits(config, num_columns)
+        assert stream_config_for(num_features, num_columns) == config
+
+
+def test_default_fits_any_weight():
+    for num_features in (1, 8, 160, 2784, 154880):
+        for num_columns in (8, 248, 520, 1024, 6144, 16384):
+            config = default_stream(num_features, num_columns)
+            assert config.tile % 8 == 0 and splits(config, num_columns)
+            assert config.stage_columns % (32 * config.num_warps) == 0
+
+
+def test_library_is_asked_about_the_next_power_of_two(monkeypatch):
+    monkeypatch.setitem(library_wins.__globals__["LIBRARY"], (3, 5), (8,))
+    assert [m for m in range(18) if library_wins(3, 5, m)] == [5, 6, 7, 8]
+    assert not library_wins(5, 3, 8)
+
+
+@pytest.mark.parametrize("change", ["odd K", "gaps", "address"])
+def test_refused_with_a_reason(change):
+    x, weight, _, _ = make_inputs(2, 16, 64)
+    if change == "odd K":
+        x, weight, reason = x[:, :60], weight[:, :60].contiguous(), "multiple of 8, got 60"
+    elif change == "gaps":
+        weight, reason = weight.T.contiguous().T, "dense and start at multiples of 16"
+    else:
+        weight, reason = weight.flatten()[1:961].view(15, 64), "start at multiples of 16 bytes"
+    with pytest.raises(ValueError, match=reason):
+        bf16_linear(x, weight, backend="cute")
+    assert bf16_linear(x, weight).shape == (2, weight.shape[0])
+
+
+def shapes_of_the_release() -> list[tuple[int, int]]:
+    from glm_compile.ops.bf16_linear.tune import SHAPES
+
+    return [shape for of_size in SHAPES.values() for shape in of_size]
+
+
+@pytest.mark.compile_only
+@pytest.mark.parametrize("M", [6, 16])
+@pytest.mark.parametrize("N, K", [*shapes_of_the_release(), (100, 1000), (1, 8)])
+def test_compiles_without_spilling(N, K, M, tmp_path):
+    check_compiles(stream_config_for(N, K), "sm_90a", K, M, tmp_path)
+
+
+@pytest.mark.compile_only
+@pytest.mark.parametrize("arch", ["sm_90a", "sm_100a"])
+@pytest.mark.parametrize("config", CONFIGS)
+@pytest.mark.parametrize("K", [1000, 6144])
+def test_options_compile_without_spilling(arch, config, K, tmp_path):
+    if splits(config, K):
+        check_compiles(config, arch, K, 16, tmp_path, ("bias", "residual"))
+
+
+def check_compiles(config, arch, K, M, folder, options=()):
+    pytest.importorskip("cutlass")
+    from glm_compile.ops.bf16_linear.cute_kernel import (
+        Bf16LinearKernel,
+        compile_variant,
+        variant_for,
+    )
+    from tests.compile_only import compile_cute
+
+    variant = replace(variant_for(K, M, config), **{f"has_{option}": True for option in options})
+    compiled = compile_cute(lambda more: compile_variant(variant, arch, more), arch, folder)
+    kernel = Bf16LinearKernel(variant)
+    assert compiled.stack_bytes == 0
+    assert compiled.registers * kernel.num_threads <= 65536
+    shared = variant.num_stages * (kernel.stage_bytes + 16) + kernel.other_shared_bytes
+    assert config.blocks_per_processor * (shared + 1024) <= 228 * 1024
+    assert shared <= 227 * 1024
+    assert "cp.async.bulk.shared::cluster.global" in compiled.ptx
+    assert "mma.sync.aligned.m16n8k16" in compiled.ptx
+    # Weights are asked for before the kernels ahead have ended: a branch of the loading warps that
+    # does not wait for them.
+    assert compiled.ptx.index("cp.async.bulk") < compiled.ptx.index("griddepcontrol.wait")
+    wait, let_in = "griddepcontrol.wait", "griddepcontrol.launch_dependents"
+    assert compiled.ptx.index(wait) < compiled.ptx.index(let_in)
+
+
+def run_cute(*arguments, **keywords):
+    from glm_compile.ops.bf16_linear.cute_kernel import bf16_linear_cute
+
+    return bf16_linear_cute(*arguments, **keywords)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("config", [*CONFIGS, None])
+@pytest.mark.parametrize(
+    "M, options", [(1, ""), (6, ""), (16, "bias, residual"), (35, "bias, residual")]
+)
+@pytest.mark.parametrize("N, K", [(100, 1000), (37, 520), (2784, 6144)])
+def test_error_is_that_of_the_library(config, M, options, N, K):
+    if config is not None and not splits(config, K):
+        pytest.skip("the blocks of a cluster need equally many stages")
+    x, weight, bias, residual = make_inputs(
+        M, N, K, bias="bias" in options, residual="residual" in options, device="cuda"
+    )
+    # What is left in shared memory from here is NaN, and must not be multiplied.
+    nan = torch.full_like(weight, float("nan"))
+    run_cute(x, nan, bias, residual, config=config)
+    output = run_cute(x, weight, bias, residual, config=config)
+    assert output.is_contiguous()
+    check_error(output, x, weight, bias, residual)
+
+
+@pytest.mark.gpu
+def test_any_strides_and_leading_dimensions():
+    x, weight, bias, residual = make_inputs(6, 40, 72, bias=True, residual=True, device="cuda")
+    expected = bf16_linear(x, weight, bias, residual=residual, backend="cute")
+    check_error(expected, x, weight, bias, residual)
+
+    def spread(tensor, offset):
+        wide = torch.zeros(*tensor.shape[:-1], 128, dtype=tensor.dtype, device="cuda")
+        wide[..., offset : offset + tensor.shape[-1]] = tensor
+        return wide[..., offset : offset + tensor.shape[-1]]
+
+    for arguments in (
+        (spread(x, 8), weight, bias, residual),
+        (spread(x, 3), weight, bias, residual),
+        (x.T.contiguous().T, weight, bias, residual),
+        (x, spread(weight, 16), bias, residual),
+        (x, weight, torch.stack([bias, bias], 1)[:, 0], residual),
+        (x, weight, bias, residual.T.contiguous().T),
+        (x.view(2, 3, 72), weight, bias, residual.view(2, 3, 40)),
+    ):
+        *tensors, added = arguments
+        output = bf16_linear(*tensors, residual=added, backend="cute")
+        assert torch.equal(output.view(6, 40), expected)
+    one = bf16_linear(spread(x, 3)[2:3], weight, bias, residual=residual[2:3], backend="cute")
+    assert torch.equal(one, expected[2:3])
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("shape", [(0, 64), (2, 0, 64)])
+def test_no_rows(shape):
+    weight = torch.ones(10, 64, device="cuda").bfloat16()
+    output = bf16_linear(weight.new_ones(shape), weight, backend="cute")
+    assert output.shape == (*shape[:-1], 10)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("N, K", SHAPES)
+def test_rows_do_not_depend_on_their_number_nor_on_the_run(N, K):
+    x, weight, _, _ = make_inputs(70, N, K, device="cuda")
+    whole = bf16_linear(x, weight, deterministic=True, backend="cute")
+    check_error(whole, x, weight, None, None)
+    for _ in range(20):
+        assert torch.equal(bf16_linear(x, weight, deterministic=True, backend="cute"), whole)
+    for M in (1, 2, 7, 8, 9, 15, 16, 17, 33):
+        output = bf16_linear(x[:M], weight, deterministic=True, backend="cute")
+        assert torch.equal(output, whole[:M])
+    assert torch.equal(
+        bf16_linear(x[9:12], weight, deterministic=True, backend="cute"), whole[9:12]
+    )
+
+
+@pytest.mark.gpu
+def test_nan_stays_in_its_row_and_its_feature():
+    x, weight, _, _ = make_inputs(3, 40, 1000, device="cuda")
+    x[1, 3] = float("nan")
+    weight[7, 999] = float("nan")
+    output = bf16_linear(x, weight, backend="cute")
+    assert output[1].isnan().all() and output[:, 7].isnan().all()
+    assert output[[0, 2]][:, [i for i in range(40) if i != 7]].isfinite().all()
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("N, K", [(160, 6144), (2784, 6144)])
+def test_capture_and_replay_of_a_chain(N, K):
+    """Each product feeds the next: a kernel that started too early would read what is not there."""
+    x, weight, _, _ = make_inputs(6, N, K, device="cuda")
+    _, back, _, _ = make_inputs(1, K, N, device="cuda")
+    bf16_linear(bf16_linear(x, weight, backend="cute"), back, backend="cute")
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        chain = [x]
+        for _ in range(8):
+            chain.append(bf16_linear(chain[-1], weight, backend="cute"))
+            chain.append(bf16_linear(chain[-1], back, backend="cute"))
+    for _ in range(3):
+        x.copy_(torch.randn_like(x))
+        for link in chain[1:]:
+            link.fill_(float("nan"))
+        graph.replay()
+        for i, link in enumerate(chain[1:]):
+            check_error(link, chain[i], back if i % 2 else weight, None, None)
+
+
+@pytest.mark.gpu
+@pytest.mark.big_memory
+def test_offsets_beyond_32_bits():
+    weight = torch.zeros(2**31 // 4096 + 40, 4096, dtype=torch.bfloat16, device="cuda")
+    weight[-1] = 1
+    x = torch.ones(1, 4096, dtype=torch.bfloat16, device="cuda")
+    output = bf16_linear(x, weight, backend="cute")
+    assert output[0, -1] == 4096 and output.count_nonzero() == 1
