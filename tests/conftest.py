@@ -26,6 +26,17 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 
 @pytest.fixture(autouse=True)
+def _skip_without_cute(request: pytest.FixtureRequest) -> None:
+    """The GPU tests of CuTe kernels, in modules named `test_..._cute`, need a GPU they run on."""
+    is_gpu_test = "gpu" in request.node.keywords and torch.cuda.is_available()
+    if is_gpu_test and request.node.module.__name__.endswith("_cute"):
+        from glm_compile.ops._cute import why_no_cute
+
+        if (reason := why_no_cute(torch.empty(0, device="cuda"))) is not None:
+            pytest.skip(reason)
+
+
+@pytest.fixture(autouse=True)
 def _fresh_state() -> Iterator[None]:
     torch.manual_seed(0)
     torch._dynamo.reset()

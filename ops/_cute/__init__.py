@@ -14,13 +14,20 @@ import torch
 
 from glm_compile.ops._dispatch import is_installed
 
-__all__ = ["arch_of", "compile_kernel", "why_no_cute"]
+__all__ = ["arch_of", "compile_kernel", "num_multiprocessors", "why_no_cute"]
 
 _ARCHS = {(9, 0): "sm_90a", (10, 0): "sm_100a", (10, 3): "sm_103a"}
 
 
-def why_no_cute(tensor: torch.Tensor, archs: Sequence[str] = ("sm_90a",)) -> str | None:
-    """Reason why a kernel written for `archs` cannot take this tensor, or None."""
+# Clusters of 16 blocks need a processing cluster with as many multiprocessors; slices of a GPU may
+# have none.
+_LEAST_MULTIPROCESSORS = 64
+
+
+def why_no_cute(
+    tensor: torch.Tensor, *others: torch.Tensor | None, archs: Sequence[str] = ("sm_90a",)
+) -> str | None:
+    """Reason why a kernel written for `archs` cannot take these tensors, or None."""
     for module in ("cutlass", "tvm_ffi"):
         if not is_installed(module):
             return f"CuTe DSL is not complete: no module {module!r} (pip install glm-compile[cute])"
@@ -28,7 +35,18 @@ def why_no_cute(tensor: torch.Tensor, archs: Sequence[str] = ("sm_90a",)) -> str
         return f"CuTe kernels need CUDA tensors, got {tensor.device}"
     if (arch := arch_of(tensor.device)) not in archs:
         return f"written for {', '.join(archs)}, and {tensor.device} is {arch}"
+    if (number := num_multiprocessors(tensor.device)) < _LEAST_MULTIPROCESSORS:
+        return f"written for a whole GPU, and {tensor.device} has {number} multiprocessors"
+    for other in others:
+        if other is not None and other.device != tensor.device:
+            return f"everything must be on {tensor.device}, got {other.device}"
     return None
+
+
+@functools.cache
+def num_multiprocessors(device: torch.device) -> int:
+    """Multiprocessors of a CUDA device, or of the slice of one that it is."""
+    return torch.cuda.get_device_properties(device).multi_processor_count
 
 
 @functools.cache

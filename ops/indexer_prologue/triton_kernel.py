@@ -295,7 +295,9 @@ def launch(
     config = config or default_for(num_tokens)
     if table is not None and table.stride(1) != 1:
         table = table.contiguous()
-    has_pdl = config.is_early and _has_pdl(q.device)
+    # The norm's parameters are read early; a copy of them made just ahead would come too late.
+    is_early = config.is_early and norm_weight.is_contiguous() and norm_bias.is_contiguous()
+    has_pdl = is_early and _has_pdl(q.device)
     indexer_prologue_kernel[(num_tokens, 1 + triton.cdiv(num_heads, config.block_h))](
         q,
         *q.stride(),

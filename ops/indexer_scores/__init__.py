@@ -205,9 +205,13 @@ def _why_not_triton(q: torch.Tensor, num_batch: int, num_queries: int, num_keys:
 
 
 def _why_not_cute(
-    q: torch.Tensor, weights: torch.Tensor, keys: torch.Tensor, num_keys: int
+    q: torch.Tensor,
+    weights: torch.Tensor,
+    keys: torch.Tensor,
+    num_keys: int,
+    *others: torch.Tensor | None,
 ) -> str | None:
-    if (reason := why_no_cute(q)) is not None:
+    if (reason := why_no_cute(q, weights, keys, *others)) is not None:
         return reason
     if q.dtype == torch.float32:
         return "float32 products do not run on tensor cores"
@@ -220,11 +224,8 @@ def _why_not_cute(
         return f"weights must be float32, bfloat16 or float16, got {weights.dtype}"
     if num_keys >= 2**31 - 2**14:
         return f"positions do not fit 32 bits: {num_keys}"
-    strides = [
-        stride * keys.element_size()
-        for size, stride in zip(keys.shape[:-1], keys.stride()[:-1], strict=True)
-        if size > 1
-    ]
+    # Of axes of size 1 too: the copy engine is told their strides as well.
+    strides = [stride * keys.element_size() for stride in keys.stride()[:-1]]
     is_dense = keys.stride(-1) == 1 and all(
         stride > 0 and stride % _CUTE_ALIGNMENT == 0 for stride in strides
     )
@@ -237,9 +238,15 @@ def _why_not_cute(
 
 
 def _why_no_contiguous_cute(
-    q_BSHD: torch.Tensor, weights: torch.Tensor, k_BTD: torch.Tensor, *_rest: Any
+    q_BSHD: torch.Tensor,
+    weights: torch.Tensor,
+    k_BTD: torch.Tensor,
+    lengths: torch.Tensor,
+    starts: torch.Tensor | None,
+    key_mask: torch.Tensor | None,
+    *_rest: Any,
 ) -> str | None:
-    return _why_not_cute(q_BSHD, weights, k_BTD, k_BTD.shape[1])
+    return _why_not_cute(q_BSHD, weights, k_BTD, k_BTD.shape[1], lengths, starts, key_mask)
 
 
 def _why_no_paged_cute(
@@ -249,9 +256,12 @@ def _why_no_paged_cute(
     block_table: torch.Tensor,
     lengths: torch.Tensor,
     max_len: int,
+    starts: torch.Tensor | None,
+    key_mask: torch.Tensor | None,
     *_rest: Any,
 ) -> str | None:
-    return _why_not_cute(q_RHD, weights, key_pages, max_len)
+    others = (block_table, lengths, starts, key_mask)
+    return _why_not_cute(q_RHD, weights, key_pages, max_len, *others)
 
 
 def _run_contiguous_cute(

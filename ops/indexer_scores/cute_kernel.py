@@ -31,7 +31,7 @@ from cutlass.memory import SmemAllocator
 from cutlass.tensor_utils import LayoutEnum
 from cutlass.utils import hopper_helpers as hopper
 
-from glm_compile.ops._cute import arch_of, compile_kernel
+from glm_compile.ops._cute import arch_of, compile_kernel, num_multiprocessors
 
 _WARP = 32
 _GROUP = 128
@@ -799,9 +799,9 @@ def indexer_scores_cute(
     )
     q = q_BSHD.view(torch.uint8) if variant.is_fp8 else q_BSHD
     num_tiles = num_batch * -(-num_queries // variant.num_rows)
-    num_blocks = min(_num_multiprocessors(q.device), num_tiles * -(-max_len // _PAGE))
+    num_blocks = min(num_multiprocessors(q.device), num_tiles * -(-max_len // _PAGE))
     _compiled(variant, arch_of(q.device))(
-        q.reshape(-1, head_dim).contiguous(),
+        _aligned(q.reshape(-1, head_dim).contiguous()),
         weights_BSH.reshape(-1, num_heads),
         keys,
         block_table,
@@ -823,6 +823,6 @@ def rows_of_tile(num_queries: int, num_heads: int) -> int:
     return -(-num_queries // num_tiles) if num_tiles <= MAX_ROWS else most
 
 
-@functools.cache
-def _num_multiprocessors(device: torch.device) -> int:
-    return torch.cuda.get_device_properties(device).multi_processor_count
+def _aligned(tensor: torch.Tensor) -> torch.Tensor:
+    """The tensor, or a copy where it does not start at a multiple of 16 bytes."""
+    return tensor.clone() if tensor.data_ptr() % 16 else tensor

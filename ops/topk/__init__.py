@@ -191,10 +191,7 @@ def _why_not_cute(
         return f"a row's keys must fit in a cluster, {MAX_CUTE_KEYS} of them, got {num_keys}"
     if num_keys > 1 and scores_RT.stride(1) != 1:
         return f"the scores of a row must be adjacent, got stride {scores_RT.stride(1)}"
-    for tensor in (lengths_R, starts_R, plan, block_table):
-        if tensor is not None and tensor.device != scores_RT.device:
-            return f"everything must be on {scores_RT.device}, got {tensor.device}"
-    return why_no_cute(scores_RT, ("sm_90a",))
+    return why_no_cute(scores_RT, lengths_R, starts_R, plan, block_table)
 
 
 def _run_cute(*args: Any) -> torch.Tensor:

@@ -354,17 +354,20 @@ class TopkKernel:
             first = Int32(plan[row, 0])
             stop = cutlass.min(Int32(plan[row, 1]), num_keys)
         else:
-            length = lengths[row]
-            if length > num_keys:
-                length = length.dtype(num_keys)
-            stop = cutlass.max(Int32(length), 0)
+            stop = self._clamped(lengths[row], num_keys)
             if cutlass.const_expr(starts is not None):
-                start = starts[row]
-                if start > num_keys:
-                    start = start.dtype(num_keys)
-                first = cutlass.max(Int32(start), 0)
+                first = self._clamped(starts[row], num_keys)
         first = cutlass.min(first, stop)
         return first, stop
+
+    @cute.jit
+    def _clamped(self, value, limit) -> Int32:
+        """`value` within 0 and `limit`, compared before it is cut to 32 bits."""
+        if value > limit:
+            value = value.dtype(limit)
+        if value < 0:
+            value = value.dtype(0)
+        return Int32(value)
 
     @cute.jit
     def _load_scores(self, row_address, position, num_keys):
@@ -882,7 +885,9 @@ class TopkKernel:
             self._append(shared, tiles, place, lowest, (first, slice_stop))
             tiles = following
             place += step
-            if shared.state[_BUFFERED] > self.variant.buffer_keys:
+            # Other warps may be adding to the count; the lanes of this one must leave together.
+            is_full = shared.state[_BUFFERED] > self.variant.buffer_keys
+            if cute.arch.vote_any_sync(is_full):
                 place = slice_stop + tid * _VECTOR
         cute.arch.sync_threads()
         return shared.state[_BUFFERED]

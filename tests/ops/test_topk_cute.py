@@ -14,7 +14,6 @@ from typing import Any
 import pytest
 import torch
 
-from glm_compile.ops._cute import why_no_cute
 from glm_compile.ops._dispatch import is_installed
 from glm_compile.ops.topk import masked_topk, topk_plan, topk_select, tune
 from glm_compile.ops.topk.config import CUTE_TABLE, MAX_CUTE_KEYS, Variant, default_variant
@@ -132,13 +131,6 @@ def test_equal_scores_are_counted_by_the_hardware(tmp_path: Path) -> None:
 
 
 # GPU ----------------------------------------------------------------------------------------------
-
-
-@pytest.fixture(autouse=True)
-def _skip_gpu_tests_without_the_kernel(request: pytest.FixtureRequest) -> None:
-    is_gpu_test = "gpu" in request.node.keywords and torch.cuda.is_available()
-    if is_gpu_test and (reason := why_no_cute(torch.empty(0, device="cuda"))):
-        pytest.skip(reason)
 
 
 def misleading_sample(num_keys: int, blocks: int = 16) -> torch.Tensor:
