@@ -179,8 +179,6 @@ class Bf16LinearKernel:
                 (tile, rank, stride, row_block),
             )
 
-    # -- the warp that loads ----------------------------------------------------------------------
-
     @cute.jit
     def _load(self, weight, ring, is_full, is_empty, tile, rank, stride, loader) -> None:
         v = self.v
@@ -219,8 +217,6 @@ class Bf16LinearKernel:
                     slot = Int32(0)
                     phase ^= 1
             tile += stride
-
-    # -- the warps that multiply ------------------------------------------------------------------
 
     @cute.jit
     def _multiply(self, tensors, shared, place) -> None:

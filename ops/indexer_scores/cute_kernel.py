@@ -280,8 +280,6 @@ class IndexerScoresKernel:
                 num_tiles,
             )
 
-    # -- which pages a block scores ---------------------------------------------------------------
-
     @cute.jit
     def _window_of_row(self, windows, tile, i) -> tuple[Int32, Int32]:
         """(start, length) of row i of a tile, in 0..T; nothing for a row that it does not have."""
@@ -367,8 +365,6 @@ class IndexerScoresKernel:
             page = plan[1]
             remaining = plan[2]
         return tile, page, last, step, remaining
-
-    # -- the warp that loads ----------------------------------------------------------------------
 
     @cute.jit
     def _entries(self, table, sequence, page, step) -> Int32:
@@ -485,8 +481,6 @@ class IndexerScoresKernel:
             if remaining > 0:
                 tile += 1
                 page, last = self._pages_of_tile(windows, tile)
-
-    # -- the warpgroups that multiply -------------------------------------------------------------
 
     @cute.jit
     def _score(

@@ -302,8 +302,6 @@ class TopkKernel:
             cute.arch.sync_threads()
             self._write_marked(shared, base, slice_first, target, tid, rank)
 
-    # -- set-up ----------------------------------------------------------------------------------
-
     def _allocate(self) -> _Shared:
         allocator = SmemAllocator()
 
@@ -411,8 +409,6 @@ class TopkKernel:
             if position + 3 < first or position + 3 >= stop:
                 s3 = outside
         return [s0, s1, s2, s3]
-
-    # -- selection -------------------------------------------------------------------------------
 
     @cute.jit
     def _select(self, shared, entries, k, window, tid, rank, cluster: cutlass.Constexpr, turn):
@@ -842,8 +838,6 @@ class TopkKernel:
             t_position = shared.state[_T_POSITION]
         return t_key, t_position
 
-    # -- streaming -------------------------------------------------------------------------------
-
     @cute.jit
     def _sampled_bound(self, shared, source, num_in_window, k, tid, rank):
         """Lower bound of the best k that is probably just below the last of them.
@@ -999,8 +993,6 @@ class TopkKernel:
         if lane < self.cluster:
             its_count, _zero = load_shared_v2(headers + lane * 8)
         return cute.arch.warp_redux_sync(its_count, "add")
-
-    # -- output ----------------------------------------------------------------------------------
 
     @cute.jit
     def _write_own(self, shared, entries, t_key, t_position, base, target, tid, rank) -> None:

@@ -155,7 +155,10 @@ ROWS: dict[str, Callable[[int], torch.Tensor]] = {
 
 def hard_rows(num_rows: int, num_keys: int) -> torch.Tensor:
     """Rows of every kind in a random order, fresh ones in each run."""
-    torch.manual_seed(torch.seed() % 2**31)
+    seed = torch.seed() % 2**31
+    # Shown where a test fails, to make its rows again.
+    print(f"hard_rows: torch.manual_seed({seed})")  # noqa: T201
+    torch.manual_seed(seed)
     makers = list(ROWS.values())
     used = [makers[i](num_keys) for i in torch.randperm(len(makers))[:num_rows].tolist()]
     rows = [used[r % len(used)] for r in range(num_rows)]
