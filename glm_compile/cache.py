@@ -515,7 +515,7 @@ class PagedCache(Cache):
 
     def _check_ended(self) -> None:
         """Raise if the last forward never wrote the last layer, so that nothing counted it."""
-        if self._open_layer is None or not self.auto_advance:
+        if not self.auto_advance or self._open_layer is None:
             return
         written, num_layers = self._open_layer + 1, self.num_decoder_layers
         if written == num_layers:
