@@ -51,9 +51,9 @@ def test_fp8_kernels_need_a_gpu_that_has_fp8(monkeypatch):
         (fp8_quant._BACKENDS, (key, False)),
         (paged_cache._WRITE_FP8, (pages, key, table, lengths)),
         (paged_cache._GATHER_FP8, (pages, table, 256, 128, torch.bfloat16)),
-        (indexer_prologue._BACKENDS_FP8, (*prologue, pages, table, lengths)),
+        (indexer_prologue._BACKENDS["indexer_prologue_fp8"], (*prologue, pages, table, lengths)),
         (
-            indexer_scores._PAGED_BACKENDS,
+            (indexer_scores._PAGED_TRITON, indexer_scores._PAGED_REFERENCE),
             (
                 OldGpuTensor(2, 16, 128, dtype=torch.float8_e4m3fn),
                 *(OldGpuTensor(2, 16), pages, table, OldGpuTensor(2), 256, None, None, 2),
@@ -67,7 +67,7 @@ def test_fp8_kernels_need_a_gpu_that_has_fp8(monkeypatch):
     for backends, arguments in (
         (paged_cache._WRITE, (OldGpuTensor(4, 64, 128), key, table, lengths)),
         (paged_cache._GATHER, (OldGpuTensor(4, 64, 128), table, 256)),
-        (indexer_prologue._BACKENDS, prologue),
+        (indexer_prologue._BACKENDS["indexer_prologue"], prologue),
     ):
         reason = backends[0].why_not(*arguments)
         assert reason is None or "FP8" not in reason

@@ -99,7 +99,6 @@ def test_comp_17_kernels_are_not_compiled_again_for_a_batch_or_a_length():
     kernels = [
         bf16_linear_kernel,
         prologue.indexer_prologue_kernel,
-        prologue.indexer_prologue_fp8_kernel,
         cache.paged_write_kernel,
         cache.paged_gather_kernel,
         cache.paged_write_fp8_kernel,
