@@ -3,7 +3,8 @@
 Lengths live on the device, and traced code cannot count on the host: a number in a guard would be a
 recompilation a step. So the count lies beside the tensor of lengths, with the version of the
 contents that it belongs to. Whoever else writes the tensor makes it void; on the CPU it is then
-read anew, elsewhere the length is unknown until somebody sets it.
+read anew, elsewhere the length is unknown until somebody sets it. A replayed CUDA graph is the one
+writer that goes unseen: who replays graphs over a cache keeps the count itself (`note_held`).
 
 A compiled step is watched from outside: its graph says what it writes behind which lengths, and by
 how much it advances them. What does not fit is refused before the first kernel.

@@ -63,6 +63,14 @@ def why_no_fp8(tensor: torch.Tensor) -> str | None:
     return None
 
 
+@functools.cache
+def num_multiprocessors(device: torch.device) -> int:
+    """Multiprocessors of a CUDA device, or of the slice of one that it is; 1 for any other."""
+    if device.type != "cuda":
+        return 1
+    return torch.cuda.get_device_properties(device).multi_processor_count
+
+
 def run(op: str, backends: Sequence[Backend], forced: str | None, *args: Any, **kwargs: Any) -> Any:
     """Run the first backend that can, or the forced one.
 

@@ -19,7 +19,7 @@ def register_op(schema: str, impl: Callable, fake: Callable) -> Callable:
 
     Args:
         schema: e.g. `"topk_select(Tensor scores, ...) -> Tensor"`; a mutated argument is marked
-            `Tensor(a!)` and such an op returns nothing.
+            `Tensor(a!)`, and what such an op returns is new memory.
         impl: called for CPU and CUDA tensors; it dispatches between backends itself
             (`_dispatch.run`), so that graphs do not depend on the machine.
         fake: same dtypes, shapes and strides as `impl` without reading data or specialising sizes.

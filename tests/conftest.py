@@ -25,11 +25,10 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
             item.add_marker(pytest.mark.skip(reason=f"{reason} under TRITON_INTERPRET=1"))
 
 
-@pytest.fixture(autouse=True)
-def _skip_without_cute(request: pytest.FixtureRequest) -> None:
-    """The GPU tests of CuTe kernels, in modules named `test_..._cute`, need a GPU they run on."""
-    is_gpu_test = "gpu" in request.node.keywords and torch.cuda.is_available()
-    if is_gpu_test and request.node.module.__name__.endswith("_cute"):
+@pytest.fixture
+def cute_gpu(request: pytest.FixtureRequest) -> None:
+    """For tests of CuTe kernels: skips those marked `gpu` where the GPU is none they run on."""
+    if "gpu" in request.node.keywords and torch.cuda.is_available():
         from glm_compile.ops._cute import why_no_cute
 
         if (reason := why_no_cute(torch.empty(0, device="cuda"))) is not None:

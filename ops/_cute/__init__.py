@@ -12,9 +12,9 @@ from typing import Any
 
 import torch
 
-from glm_compile.ops._dispatch import is_installed
+from glm_compile.ops._dispatch import is_installed, num_multiprocessors
 
-__all__ = ["arch_of", "compile_kernel", "num_multiprocessors", "why_no_cute"]
+__all__ = ["arch_of", "compile_kernel", "why_no_cute"]
 
 _ARCHS = {(9, 0): "sm_90a", (10, 0): "sm_100a", (10, 3): "sm_103a"}
 
@@ -30,7 +30,7 @@ def why_no_cute(
     """Reason why a kernel written for `archs` cannot take these tensors, or None."""
     for module in ("cutlass", "tvm_ffi"):
         if not is_installed(module):
-            return f"CuTe DSL is not complete: no module {module!r} (pip install glm-compile[cute])"
+            return f"CuTe DSL is not complete: no module {module!r} (pip install -e '.[cute]')"
     if not tensor.is_cuda:
         return f"CuTe kernels need CUDA tensors, got {tensor.device}"
     if (arch := arch_of(tensor.device)) not in archs:
@@ -41,12 +41,6 @@ def why_no_cute(
         if other is not None and other.device != tensor.device:
             return f"everything must be on {tensor.device}, got {other.device}"
     return None
-
-
-@functools.cache
-def num_multiprocessors(device: torch.device) -> int:
-    """Multiprocessors of a CUDA device, or of the slice of one that it is."""
-    return torch.cuda.get_device_properties(device).multi_processor_count
 
 
 @functools.cache

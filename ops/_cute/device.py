@@ -84,13 +84,6 @@ def send_v4(address: Int32, words: Sequence[Int32], barrier: Int32) -> None:
     )
 
 
-def store_shared_v4(address: Int32, words: Sequence[Int32]) -> None:
-    """Store four adjacent words in this block's shared memory, 16-byte aligned."""
-    inline_ptx(
-        "st.shared.v4.u32 [{$r0}], {{$r1}, {$r2}, {$r3}, {$r4}};", read_only_args=[address, *words]
-    )
-
-
 def load_shared_v2(address: Int32) -> tuple[Int32, Int32]:
     """Two adjacent words of this block's shared memory, 8-byte aligned."""
     return inline_ptx(
@@ -103,6 +96,17 @@ def load_shared_v2(address: Int32) -> tuple[Int32, Int32]:
 def store_shared_v2(address: Int32, first: Int32, second: Int32) -> None:
     """Store two adjacent words in this block's shared memory, 8-byte aligned."""
     inline_ptx("st.shared.v2.u32 [{$r0}], {{$r1}, {$r2}};", read_only_args=[address, first, second])
+
+
+def store_shared(address: Int32, value: Int32) -> None:
+    """Store one word in this block's shared memory."""
+    inline_ptx("st.shared.b32 [{$r0}], {$r1};", read_only_args=[address, value])
+
+
+@cute.jit
+def clamp_index(value, limit) -> Int32:
+    """A 32- or 64-bit index within 0 and `limit`, compared before it is cut to 32 bits."""
+    return Int32(cutlass.max(cutlass.min(value, limit), 0))
 
 
 @cute.jit

@@ -16,16 +16,22 @@ def evict_first_policy() -> Int64:
     )
 
 
-def bulk_load(to: Int32, source: Int64, num_bytes: Int32, barrier: Int32, policy: Int64) -> None:
+def bulk_load(
+    to: Int32, source: Int64, num_bytes: Int32, barrier: Int32, policy: Int64 | None = None
+) -> None:
     """Start copying global memory to shared memory; its bytes count on the barrier at the end.
 
     Both addresses and the size are multiples of 16. One thread starts one copy.
     """
-    inline_ptx(
-        "cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes.L2::cache_hint"
-        " [{$r0}], [{$r1}], {$r2}, [{$r3}], {$r4};",
-        read_only_args=[to, source, num_bytes, barrier, policy],
-    )
+    copy = "cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes"
+    arguments = [to, source, num_bytes, barrier]
+    if policy is None:
+        inline_ptx(f"{copy} [{{$r0}}], [{{$r1}}], {{$r2}}, [{{$r3}}];", read_only_args=arguments)
+    else:
+        inline_ptx(
+            f"{copy}.L2::cache_hint [{{$r0}}], [{{$r1}}], {{$r2}}, [{{$r3}}], {{$r4}};",
+            read_only_args=[*arguments, policy],
+        )
 
 
 def load_global_16_bytes(address: Int64, is_wanted: Int32) -> tuple[Int32, Int32, Int32, Int32]:
@@ -36,15 +42,6 @@ def load_global_16_bytes(address: Int64, is_wanted: Int32) -> tuple[Int32, Int32
         "@wanted ld.global.v4.b32 {{$w0}, {$w1}, {$w2}, {$w3}}, [{$r0}];\n}",
         write_only_types=[Int32, Int32, Int32, Int32],
         read_only_args=[address, is_wanted],
-    )
-
-
-def load_shared_16_bytes(address: Int32) -> tuple[Int32, Int32, Int32, Int32]:
-    """Sixteen aligned bytes of this block's shared memory as words."""
-    return inline_ptx(
-        "ld.shared.v4.b32 {{$w0}, {$w1}, {$w2}, {$w3}}, [{$r0}];",
-        write_only_types=[Int32, Int32, Int32, Int32],
-        read_only_args=[address],
     )
 
 

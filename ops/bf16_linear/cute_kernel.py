@@ -31,21 +31,21 @@ from cutlass.cute.runtime import make_fake_tensor
 from cutlass.memory import SmemAllocator
 
 from glm_compile.ops._cute import arch_of, compile_kernel
+from glm_compile.ops._cute.device import WARP, load_shared_v4
 from glm_compile.ops._cute.stream import (
     bulk_load,
     evict_first_policy,
     load_global_16_bytes,
     load_peer_float,
-    load_shared_16_bytes,
     mma_bf16,
     multiply_bf16,
     pack_bf16,
     reciprocal_sqrt,
     unpack_bf16,
 )
+from glm_compile.ops._dispatch import num_multiprocessors
 from glm_compile.ops.bf16_linear.config import StreamConfig, stream_config_for
 
-_WARP = 32
 # Columns of one step of a warp: 8 of each of the 4 lanes that share a row.
 STEP = 32
 # Rows of x of one product.
@@ -97,8 +97,8 @@ class Bf16LinearKernel:
     def __init__(self, variant: Variant) -> None:
         v = variant
         self.v = variant
-        self.num_threads = (v.num_warps + v.num_loaders) * _WARP
-        self.num_consumers = v.num_warps * _WARP
+        self.num_threads = (v.num_warps + v.num_loaders) * WARP
+        self.num_consumers = v.num_warps * WARP
         # Half a 128-byte line is left free so that adjacent rows use the other half of the banks.
         self.pitch = v.stage_columns * 2 + 64
         self.stage_bytes = v.tile * self.pitch
@@ -334,10 +334,10 @@ class Bf16LinearKernel:
         zero = Int32(0)
         for block in range(self.tile_blocks):
             at = address + (block * 16 * self.pitch + index * STEP * 2)
-            upper = load_shared_16_bytes(at)
+            upper = load_shared_v4(at)
             lower = (zero,) * 4
             if block * 16 + 8 < v.tile:
-                lower = load_shared_16_bytes(at + 8 * self.pitch)
+                lower = load_shared_v4(at + 8 * self.pitch)
             if self._is_cut(step):
                 # What lies in the ring beyond K is left over, and may be NaN.
                 keep = zero - Int32(first_column + self._column(step) < v.num_columns)
@@ -514,7 +514,7 @@ def variant_for(num_columns: int, num_rows: int, config: StreamConfig) -> Varian
 def _steps(num_columns: int, config: StreamConfig) -> int:
     """Steps of a warp over its columns of K."""
     stages = -(-num_columns // config.stage_columns) // config.cluster
-    return stages * config.stage_columns // (_WARP * config.num_warps)
+    return stages * config.stage_columns // (WARP * config.num_warps)
 
 
 def norm_config_for(num_features: int, num_columns: int) -> StreamConfig | None:
@@ -525,11 +525,6 @@ def norm_config_for(num_features: int, num_columns: int) -> StreamConfig | None:
     config = replace(stream_config_for(num_features, num_columns), cluster=1)
     held_registers = 12 * _steps(num_columns, config) + 8 * -(-config.tile // 16)
     return config if held_registers <= _HELD_REGISTERS + 8 else None
-
-
-@functools.cache
-def _num_processors(device: torch.device) -> int:
-    return torch.cuda.get_device_properties(device).multi_processor_count
 
 
 def _rows_to_load(x_MK: torch.Tensor) -> torch.Tensor:
@@ -575,13 +570,13 @@ def bf16_linear_cute(
     num_tiles = -(-num_features // config.tile)
     num_blocks = num_tiles
     if config.cluster == 1:
-        per_block = -(-num_tiles // (_num_processors(x.device) * config.blocks_per_processor))
+        per_block = -(-num_tiles // (num_multiprocessors(x.device) * config.blocks_per_processor))
         num_blocks = -(-num_tiles // per_block)
     run = _compiled(variant, arch_of(x.device))
     run(
         x_MK,
         weight_NK,
-        None if norm_weight_K is None else norm_weight_K.contiguous(),
+        norm_weight_K,
         None if bias_N is None else bias_N.contiguous(),
         None if residual is None else residual.reshape(num_rows, num_features),
         output.view(num_rows, num_features),

@@ -1,7 +1,7 @@
-"""Measured choices for bf16 linears; written by `python -m glm_compile.ops.bf16_linear.tune`.
+"""Measured choices for bf16 linears: `python -m glm_compile.ops.bf16_linear.tune --write`.
 
-So far the shapes of an indexer layer's prologue, on an H200 on 2026-11-30. The CuTe kernel runs for
-the shapes that are here, unless it is forced.
+So far the shapes of an indexer layer's prologue, from a sweep of the same kind on one H200 on
+2026-11-30. The CuTe kernel runs for the shapes that are here; for others only where it is forced.
 
 MEASURED: (N, K) -> the fields of `config.StreamConfig`. LIBRARY: (N, K) -> the M (rounded up to a
 power of two) at which torch's own product is the faster one.

@@ -31,9 +31,17 @@ from cutlass.memory import SmemAllocator
 from cutlass.tensor_utils import LayoutEnum
 from cutlass.utils import hopper_helpers as hopper
 
-from glm_compile.ops._cute import arch_of, compile_kernel, num_multiprocessors
+from glm_compile.ops._cute import arch_of, compile_kernel
+from glm_compile.ops._cute.device import (
+    WARP,
+    clamp_index,
+    shared_address,
+    store_shared,
+    warp_inclusive_scan,
+)
+from glm_compile.ops._cute.stream import bulk_load
+from glm_compile.ops._dispatch import num_multiprocessors
 
-_WARP = 32
 _GROUP = 128
 _PAGE = 64
 _DIM = 128
@@ -236,10 +244,10 @@ class IndexerScoresKernel:
         if tid == 0:
             for stage in cutlass.range_constexpr(self.num_stages):
                 cute.arch.mbarrier_init(is_full + stage, 1)
-                cute.arch.mbarrier_init(is_empty + stage, _GROUP // _WARP)
+                cute.arch.mbarrier_init(is_empty + stage, _GROUP // WARP)
             for stage in cutlass.range_constexpr(self.num_query_stages):
                 cute.arch.mbarrier_init(has_query + stage, 1)
-                cute.arch.mbarrier_init(is_query_free + stage, self.num_groups * _GROUP // _WARP)
+                cute.arch.mbarrier_init(is_query_free + stage, self.num_groups * _GROUP // WARP)
             cute.arch.mbarrier_init_fence()
         # Everything below may come from the kernel ahead.
         cute.arch.griddepcontrol_wait()
@@ -252,9 +260,9 @@ class IndexerScoresKernel:
         cute.arch.sync_threads()
         rings = (key_ring, query_ring, scale_ring, entry_ring)
         signals = (is_full, is_empty, has_query, is_query_free)
-        if warp >= self.num_groups * _GROUP // _WARP:
+        if warp >= self.num_groups * _GROUP // WARP:
             cute.arch.setmaxregister_decrease(_LOADER_REGISTERS)
-            if warp == self.num_groups * _GROUP // _WARP:
+            if warp == self.num_groups * _GROUP // WARP:
                 self._load(
                     (key_atom, key_coords, query_atom, query_coords),
                     scales,
@@ -291,10 +299,10 @@ class IndexerScoresKernel:
         length = Int32(0)
         start = num_keys
         if i < v.num_rows and query < num_queries:
-            length = _clamp(lengths[row], num_keys)
+            length = clamp_index(lengths[row], num_keys)
             start = Int32(0)
             if cutlass.const_expr(starts is not None):
-                start = _clamp(starts[row], num_keys)
+                start = clamp_index(starts[row], num_keys)
         return start, length
 
     @cute.jit
@@ -328,7 +336,7 @@ class IndexerScoresKernel:
         block, _, _ = cute.arch.block_idx()
         num_blocks, _, _ = cute.arch.grid_dim()
         total = Int32(0)
-        for tile in cutlass.range(0, num_tiles, _WARP, unroll=1):
+        for tile in cutlass.range(0, num_tiles, WARP, unroll=1):
             _, count = self._pages_of_lane(windows, tile + lane, num_tiles)
             total += cute.arch.warp_redux_sync(count, "add")
         share = total // num_blocks
@@ -340,13 +348,13 @@ class IndexerScoresKernel:
             plan[2] = share + Int32(block < rest)
         cute.arch.sync_warp()
         before = Int32(0)
-        for tile in cutlass.range(0, num_tiles, _WARP, unroll=1):
+        for tile in cutlass.range(0, num_tiles, WARP, unroll=1):
             first, count = self._pages_of_lane(windows, tile + lane, num_tiles)
-            through = before + _inclusive_scan(count)
+            through = before + warp_inclusive_scan(count)
             if through - count <= begin and begin < through:
                 plan[0] = tile + lane
                 plan[1] = first + begin - (through - count)
-            before = cute.arch.shuffle_sync(through, _WARP - 1)
+            before = cute.arch.shuffle_sync(through, WARP - 1)
 
     @cute.jit
     def _first_piece(self, plan, windows, num_tiles) -> tuple[Int32, Int32, Int32, Int32, Int32]:
@@ -397,7 +405,7 @@ class IndexerScoresKernel:
         phase = Int32(1)
         query_slot = Int32(0)
         query_phase = Int32(1)
-        entry_address = _shared_address(entry_ring)
+        entry_address = shared_address(entry_ring.iterator)
         while remaining > 0:
             count = cutlass.min(remaining, (last - page + step - 1) // step)
             if count > 0:
@@ -438,14 +446,14 @@ class IndexerScoresKernel:
                 for i in cutlass.range(count, unroll=1):
                     entry = sequence
                     if cutlass.const_expr(table is not None):
-                        if i % _WARP == 0:
+                        if i % WARP == 0:
                             entries = following
                             following = self._entries(
-                                table, sequence, page + (i + _WARP) * step, step
+                                table, sequence, page + (i + WARP) * step, step
                             )
-                        entry = cute.arch.shuffle_sync(entries, i % _WARP)
+                        entry = cute.arch.shuffle_sync(entries, i % WARP)
                     cute.arch.mbarrier_wait(is_empty + slot, phase)
-                    _store_shared(entry_address + slot * 4, entry)
+                    store_shared(entry_address + slot * 4, entry)
                     if entry >= 0:
                         with cute.arch.elect_one():
                             cute.arch.mbarrier_arrive_and_expect_tx(
@@ -455,8 +463,8 @@ class IndexerScoresKernel:
                                 source = scales.iterator.toint() + (
                                     Int64(entry) * Int64(scales.stride[0]) + self.key_bytes
                                 )
-                                _bulk_load(
-                                    _shared_address(scale_ring) + slot * (_PAGE * 4),
+                                bulk_load(
+                                    shared_address(scale_ring.iterator) + slot * (_PAGE * 4),
                                     source,
                                     _PAGE * 4,
                                     Int32((is_full + slot).toint()),
@@ -513,7 +521,7 @@ class IndexerScoresKernel:
             tiled_mma.partition_shape_C((_PAGE, v.num_columns)), Float32
         )
         # After the reduction a lane holds one key of the page and every other row.
-        key = in_group // _WARP * 16 + lane // 4 + lane % 2 * 8
+        key = in_group // WARP * 16 + lane // 4 + lane % 2 * 8
         odd = lane // 2 % 2
 
         tile, page, last, step, remaining = self._first_piece(plan, windows, num_tiles)
@@ -654,40 +662,6 @@ def _exchange(even: Float32, odd: Float32, is_odd: Boolean, distance: cutlass.Co
         kept = odd
         sent = even
     return kept + cute.arch.shuffle_sync_bfly(sent, distance)
-
-
-@cute.jit
-def _clamp(value, limit) -> Int32:
-    """An index of either width, in 0..limit."""
-    return Int32(cutlass.max(cutlass.min(value, limit), 0))
-
-
-@cute.jit
-def _inclusive_scan(value: Int32) -> Int32:
-    """Sum of the lanes up to and including this one."""
-    lane = cute.arch.lane_idx()
-    for step in cutlass.range_constexpr(5):
-        below = cute.arch.shuffle_sync_up(value, 1 << step, mask_and_clamp=0)
-        if lane >= (1 << step):
-            value += below
-    return value
-
-
-def _shared_address(tensor: cute.Tensor) -> Int32:
-    return Int32(tensor.iterator.toint())
-
-
-def _store_shared(address: Int32, value: Int32) -> None:
-    inline_ptx("st.shared.b32 [{$r0}], {$r1};", read_only_args=[address, value])
-
-
-def _bulk_load(to: Int32, source: Int64, num_bytes: int, barrier: Int32) -> None:
-    """Start copying global memory to shared memory; its bytes count on the barrier at the end."""
-    inline_ptx(
-        "cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes"
-        " [{$r0}], [{$r1}], {$r2}, [{$r3}];",
-        read_only_args=[to, source, Int32(num_bytes), barrier],
-    )
 
 
 def _fma(a: Float32, b: Float32, c: Float32) -> Float32:

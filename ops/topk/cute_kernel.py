@@ -37,6 +37,7 @@ from glm_compile.ops._cute import arch_of, compile_kernel
 from glm_compile.ops._cute.device import (
     WARP,
     block_exclusive_scan,
+    clamp_index,
     float_of_half,
     half_bits,
     increment_shared,
@@ -352,20 +353,11 @@ class TopkKernel:
             first = Int32(plan[row, 0])
             stop = cutlass.min(Int32(plan[row, 1]), num_keys)
         else:
-            stop = self._clamped(lengths[row], num_keys)
+            stop = clamp_index(lengths[row], num_keys)
             if cutlass.const_expr(starts is not None):
-                first = self._clamped(starts[row], num_keys)
+                first = clamp_index(starts[row], num_keys)
         first = cutlass.min(first, stop)
         return first, stop
-
-    @cute.jit
-    def _clamped(self, value, limit) -> Int32:
-        """`value` within 0 and `limit`, compared before it is cut to 32 bits."""
-        if value > limit:
-            value = value.dtype(limit)
-        if value < 0:
-            value = value.dtype(0)
-        return Int32(value)
 
     @cute.jit
     def _load_scores(self, row_address, position, num_keys):

@@ -17,6 +17,7 @@ import torch
 import triton
 import triton.language as tl
 
+from glm_compile.ops._dispatch import num_multiprocessors
 from glm_compile.ops.topk.config import TopkConfig, default_config
 
 _SIGN = tl.constexpr(-(2**31))
@@ -367,7 +368,7 @@ def topk_select_triton(
     selected_RK = torch.empty((num_rows, k), dtype=torch.int32, device=device)
     if not num_rows:
         return selected_RK
-    config = config or default_config(num_rows, num_keys, _num_multiprocessors(device))
+    config = config or default_config(num_rows, num_keys, num_multiprocessors(device))
     # The stride of an axis of one key is arbitrary; keep it from selecting another kernel.
     stride_key = scores_RT.stride(1) if num_keys > 1 else 1
     rows = (
@@ -418,9 +419,3 @@ def topk_select_triton(
         **block,
     )
     return selected_RK
-
-
-def _num_multiprocessors(device: torch.device) -> int:
-    if device.type != "cuda":
-        return 1
-    return torch.cuda.get_device_properties(device).multi_processor_count

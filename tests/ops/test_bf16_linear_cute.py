@@ -21,6 +21,8 @@ from glm_compile.ops.bf16_linear.config import (
 from glm_compile.ops.bf16_linear.measured import MEASURED
 from tests.ops.test_bf16_linear import check_error, make_inputs
 
+pytestmark = pytest.mark.usefixtures("cute_gpu")
+
 # Every way to split: one tile a block, several, K over a cluster, x held or loaded again, tiles
 # that are no multiple of 16, one or two blocks a multiprocessor.
 CONFIGS = [

@@ -17,6 +17,8 @@ from glm_compile.ops.indexer_scores import indexer_scores_paged
 from tests.compile_only import CompiledKernel, compile_cute
 from tests.ops.test_indexer_scores import Case, call, make_case, oracle
 
+pytestmark = pytest.mark.usefixtures("cute_gpu")
+
 PAGE, HEAD_DIM = 64, 128
 KINDS = ("contiguous", "paged", "fp8")
 # Of the sums of absolute products. The tensor core adds FP8 products with about 14 bits.
@@ -194,11 +196,24 @@ def test_lengths_may_change_in_a_graph(num_batch: int, num_queries: int) -> None
 
 
 @pytest.mark.gpu
-def test_goes_first_for_plain_paged_calls() -> None:
+def test_goes_first_for_plain_paged_calls(monkeypatch: pytest.MonkeyPatch) -> None:
+    def run(*_args: Any) -> torch.Tensor:
+        raise AssertionError("another backend ran")
+
+    for name in ("_PAGED_TRITON", "_PAGED_REFERENCE"):
+        other = dataclasses.replace(getattr(op_module, name), run=run)
+        monkeypatch.setattr(op_module, name, other)
+    call("fp8", make_cute_case())
+
+
+@pytest.mark.gpu
+def test_queries_may_start_anywhere() -> None:
     case = make_cute_case()
-    assert torch.equal(
-        call("fp8", case)[case.is_inside_BST], call("fp8", case, "cute")[case.is_inside_BST]
-    )
+    room = torch.cat([case.q_BSHD.flatten()[:1], case.q_BSHD.flatten()])
+    moved = dataclasses.replace(case, q_BSHD=room[1:].view(case.q_BSHD.shape))
+    assert moved.q_BSHD.data_ptr() % 16
+    inside = case.is_inside_BST
+    assert torch.equal(call("paged", moved, "cute")[inside], call("paged", case, "cute")[inside])
 
 
 # Without a GPU ------------------------------------------------------------------------------------

@@ -9,6 +9,7 @@ import pytest
 import torch
 from transformers.models.glm_moe_dsa.modeling_glm_moe_dsa import GlmMoeDsaRMSNorm
 
+from glm_compile.ops import bf16_linear
 from glm_compile.ops.rms_norm_linear import rms_norm_linear
 
 EPS = 1e-5
@@ -87,6 +88,7 @@ def test_compiles_without_spilling(arch, num_rows, num_out, tmp_path):
 
 
 @pytest.mark.gpu
+@pytest.mark.usefixtures("cute_gpu")
 @pytest.mark.parametrize("num_rows", [0, 1, 6, 16, 37])
 @pytest.mark.parametrize("num_in, num_out", [(2048, (16384, 4096)), (520, (37,)), (2048, (2048,))])
 def test_norm_inside_the_product(num_rows, num_in, num_out):
@@ -107,6 +109,7 @@ def test_norm_inside_the_product(num_rows, num_in, num_out):
 
 
 @pytest.mark.gpu
+@pytest.mark.usefixtures("cute_gpu")
 @pytest.mark.parametrize("num_rows", [6, 16])
 def test_normed_values_are_the_models(num_rows):
     """A unit matrix shows the normed value itself: every rounding is that of the model's norm."""
@@ -123,6 +126,7 @@ def test_normed_values_are_the_models(num_rows):
 
 
 @pytest.mark.gpu
+@pytest.mark.usefixtures("cute_gpu")
 def test_what_the_norm_inside_cannot_take_is_said():
     x, norm_weight, weights = make_inputs((2,), 64, 16, 8)
     x, norm_weight, *weights = on_gpu(x, norm_weight, *weights)
@@ -132,3 +136,16 @@ def test_what_the_norm_inside_cannot_take_is_said():
     with pytest.raises(ValueError, match="registers of one block"):
         rms_norm_linear(block[:2], block[0], block, eps=EPS, backend="cute")
     assert rms_norm_linear(block[:2], block[0], block, eps=EPS).shape == (2, 256)
+
+
+def test_a_norm_weight_with_gaps_is_not_for_the_norm_inside(monkeypatch):
+    x, norm_weight, weights = make_inputs((2,), 64, 16)
+    spread = norm_weight.repeat_interleave(2)[::2]
+    with monkeypatch.context() as patch:
+        patch.setattr(bf16_linear, "why_no_cute", lambda *tensors, archs: None)
+        with pytest.raises(ValueError, match="must be contiguous"):
+            rms_norm_linear(x, spread, weights, eps=EPS, backend="cute")
+    assert torch.equal(
+        rms_norm_linear(x, spread, weights, eps=EPS),
+        rms_norm_linear(x, norm_weight, weights, eps=EPS),
+    )

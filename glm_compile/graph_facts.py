@@ -1,0 +1,289 @@
+"""What a captured graph holds of the model: counted before anything is rewritten.
+
+It is read from the modules that made the nodes, the parameters' names and the linears: by other
+means than the passes use, so that a report can compare what they matched with it.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import fx
+
+from glm_compile.fx_passes._dynamo_graph import example_value, is_pure, parameter_name
+from glm_compile.fx_passes.layer_kinds import layer_of
+from glm_compile.options import PASS_NAMES
+
+_MODEL_CLASSES = "GlmMoeDsa"
+_INDEXER_CLASS = "GlmMoeDsaIndexer"
+_ATTENTION_CLASS = "GlmMoeDsaAttention"
+_VIEWS = ("view", "reshape", "flatten", "unsqueeze", "squeeze", "contiguous")
+_CASTS = ("to", "type", "float", "half", "bfloat16")
+
+
+@dataclass(frozen=True)
+class LinearFacts:
+    """One call of a linear over a parameter.
+
+    Attributes:
+        name: of the weight's module.
+        dtype: the weight's.
+        input_dtype: dtype of what it reads.
+        source: what it reads, before casts and views.
+        has_bias: whether a bias is added.
+        is_dense: whether the weight's rows lie side by side.
+    """
+
+    name: str
+    dtype: torch.dtype
+    input_dtype: torch.dtype
+    source: str
+    has_bias: bool
+    is_dense: bool
+
+    @property
+    def is_mergeable(self) -> bool:
+        """Whether it joins what else reads the same input."""
+        return self.is_dense and not self.has_bias and "lora_" not in self.name
+
+
+@dataclass(frozen=True)
+class GraphFacts:
+    """What a captured graph holds of the model.
+
+    Attributes:
+        classes: names of the model's classes whose forward is in the graph.
+        num_layers: calls of decoder layers.
+        num_indexers: calls of indexers.
+        num_attentions: calls of attention.
+        linears: the calls of linears over a parameter.
+        num_linear_norms: norms of a linear's output that only bf16 linears read.
+        has_fp8_keys: whether the cache stores FP8 index keys.
+        is_model_code: whether code of the model made any node.
+    """
+
+    classes: tuple[str, ...]
+    num_layers: int
+    num_indexers: int
+    num_attentions: int
+    linears: tuple[LinearFacts, ...]
+    num_linear_norms: int
+    has_fp8_keys: bool
+    is_model_code: bool
+
+    @property
+    def holds_layers(self) -> bool:
+        """Whether a layer's work is in the graph; the layer or a part may be what was compiled."""
+        return bool(self.num_layers or self.num_attentions or self.num_indexers)
+
+    @property
+    def title(self) -> str:
+        """What was captured, for the report."""
+        if not self.holds_layers:
+            return "part of the model"
+        is_mtp = any(linear.name.rpartition(".")[2] == "eh_proj" for linear in self.linears)
+        return "MTP layer" if is_mtp else "model"
+
+    def expected(self, disabled: frozenset[str]) -> dict[str, int]:
+        """Regions that the passes must find, by report key."""
+        groups = self._groups() if "merge_linears" not in disabled else []
+        grouped = {id(linear) for group in groups for linear in group}
+        is_bf16 = [
+            linear
+            for linear in self.linears
+            if linear.dtype == linear.input_dtype == torch.bfloat16 and id(linear) not in grouped
+        ]
+        counts = {
+            "mask": self.num_attentions + self.num_indexers,
+            "indexer_prologue": self.num_indexers,
+            "indexer_topk": self.num_indexers,
+            "merge_linears": len(groups),
+            "bf16_linear": len(is_bf16),
+            "rms_norm_linear": self.num_linear_norms,
+        }
+        return {name: counts[name] for name in PASS_NAMES if name not in disabled}
+
+    def _groups(self) -> list[list[LinearFacts]]:
+        """Linears that read one input, of one dtype, over at least two weights."""
+        groups: dict[tuple[str, torch.dtype], list[LinearFacts]] = {}
+        for linear in self.linears:
+            if linear.is_mergeable:
+                groups.setdefault((linear.source, linear.dtype), []).append(linear)
+        return [group for group in groups.values() if len({linear.name for linear in group}) > 1]
+
+
+def read_facts(graph_module: fx.GraphModule) -> GraphFacts:
+    """Read from a Dynamo graph what it holds of the model, before it is edited."""
+    classes: dict[str, None] = {}
+    calls: dict[str, set[str]] = {_INDEXER_CLASS: set(), _ATTENTION_CLASS: set()}
+    layers: set[str] = set()
+    linears = []
+    norms: set[fx.Node] = set()
+    has_fp8_keys = is_model_code = False
+    used = _used_nodes(graph_module.graph)
+    for node in graph_module.graph.nodes:
+        if node.op == "placeholder":  # in a kind, a value that another layer's module made
+            continue
+        is_model_code = is_model_code or _is_model_code(node.stack_trace or "")
+        for key, (_path, module_class) in (node.meta.get("nn_module_stack") or {}).items():
+            name = _class_name(module_class)
+            if name.startswith(_MODEL_CLASSES):
+                classes[name] = None
+            if name in calls:
+                calls[name].add(key)
+        if (layer := layer_of(node)) is not None:
+            layers.add(layer[0])
+        if node.op != "call_function":
+            continue
+        # A draft step that shares the cache computes latents that nobody reads.
+        if node.target is torch.nn.functional.linear and node in used:
+            linear = _read_linear(node)
+            if linear is not None:
+                linears.append(linear)
+                source = _read_from(node.all_input_nodes[0], _VIEWS + _CASTS)
+                if _is_norm_of_linear(source) and _feeds_bf16_linears_only(source, used):
+                    norms.add(source)
+        elif "fp8" in getattr(node.target, "__name__", "") and "paged" in str(node.target):
+            has_fp8_keys = True
+    return GraphFacts(
+        tuple(classes),
+        len(layers),
+        len(calls[_INDEXER_CLASS]),
+        len(calls[_ATTENTION_CLASS]),
+        tuple(linears),
+        len(norms),
+        has_fp8_keys,
+        is_model_code or bool(classes),
+    )
+
+
+def _used_nodes(graph: fx.Graph) -> set[fx.Node]:
+    """Nodes that an output or a write depends on."""
+    used: set[fx.Node] = set()
+    for node in reversed(graph.nodes):
+        if not is_pure(node) or any(user in used for user in node.users):
+            used.add(node)
+    return used
+
+
+def _read_linear(node: fx.Node) -> LinearFacts | None:
+    weight = node.args[1] if len(node.args) > 1 else node.kwargs.get("weight")
+    source = node.args[0] if node.args else node.kwargs.get("input")
+    bias = node.args[2] if len(node.args) > 2 else node.kwargs.get("bias")
+    if not isinstance(weight, fx.Node) or not isinstance(source, fx.Node):
+        return None
+    dtype = _dtype_of(weight)
+    weight = _read_from(weight, _CASTS)
+    name, value = parameter_name(weight), example_value(weight)
+    if name is None or not isinstance(value, torch.Tensor) or value.dtype != dtype:
+        return None
+    return LinearFacts(
+        module_name(name),
+        value.dtype,
+        _dtype_of(source) or value.dtype,
+        _read_from(source, _VIEWS + _CASTS).name,
+        bias is not None,
+        value.is_contiguous(),
+    )
+
+
+def _read_from(node: fx.Node, methods: Sequence[str]) -> fx.Node:
+    """The node under calls of the given methods."""
+    while node.op == "call_method" and node.target in methods and isinstance(node.args[0], fx.Node):
+        node = node.args[0]
+    return node
+
+
+def _is_norm_of_linear(node: fx.Node) -> bool:
+    """Whether the model's RMSNorm made `node`, with its weight last, from what a linear made.
+
+    Nothing else may read the linear's output: a residual is no case.
+    """
+    norm = _innermost_module(node)
+    operands = [a for a in node.args if isinstance(a, fx.Node)]
+    if norm is None or not norm[1].endswith("RMSNorm") or node.target is not operator.mul:
+        return False
+    if len(operands) != 2 or not any(parameter_name(operand) for operand in operands):
+        return False
+    inputs: set[fx.Node] = set()
+    front, seen = [node], {node}
+    while front:
+        for source in front.pop().all_input_nodes:
+            if source in seen or parameter_name(source) is not None:
+                continue
+            seen.add(source)
+            if _innermost_module(source) == norm:
+                front.append(source)
+            else:
+                inputs.add(source)
+    if len(inputs) != 1:
+        return False
+    (source,) = inputs
+    is_read_by_norm_only = all(_innermost_module(user) == norm for user in source.users)
+    return is_read_by_norm_only and _is_linear(_part_of(source))
+
+
+def _part_of(node: fx.Node) -> fx.Node:
+    """The node of which `node` is a view, or a part that was split off."""
+    while True:
+        source = _read_from(node, _VIEWS)
+        if source.target is operator.getitem and isinstance(source.args[0], fx.Node):
+            split = source.args[0]
+            if split.target in (torch.split, "split") and isinstance(split.args[0], fx.Node):
+                source = split.args[0]
+        if source is node:
+            return node
+        node = source
+
+
+def _innermost_module(node: fx.Node) -> tuple[str, str] | None:
+    """(key, class name) of the module that made a node."""
+    stack = node.meta.get("nn_module_stack")
+    if not stack:
+        return None
+    key, (_path, module_class) = list(stack.items())[-1]
+    return key, _class_name(module_class)
+
+
+def _is_linear(node: fx.Node) -> bool:
+    return node.op == "call_function" and node.target is torch.nn.functional.linear
+
+
+def _feeds_bf16_linears_only(node: fx.Node, used: set[fx.Node]) -> bool:
+    for user in node.users:
+        if user not in used:
+            continue
+        if user.op == "call_method" and user.target in _VIEWS + _CASTS:
+            if not _feeds_bf16_linears_only(user, used):
+                return False
+            continue
+        linear = _read_linear(user) if _is_linear(user) else None
+        if linear is None or not linear.dtype == linear.input_dtype == torch.bfloat16:
+            return False
+    return True
+
+
+def _dtype_of(node: fx.Node) -> torch.dtype | None:
+    value = example_value(node)
+    return value.dtype if isinstance(value, torch.Tensor) else None
+
+
+def module_name(parameter: str) -> str:
+    """`layers.0.q_a_proj.weight` -> `layers.0.q_a_proj`, through the wrapping of an adapter."""
+    return parameter.removesuffix(".weight").removesuffix(".base_layer")
+
+
+def _is_model_code(stack_trace: str) -> bool:
+    """Whether the model's file, or the code of transformers around some model, is on the stack."""
+    if "modeling_glm_moe_dsa" in stack_trace:
+        return True
+    return "/transformers/" in stack_trace and "modeling_" not in stack_trace
+
+
+def _class_name(module_class: Any) -> str:
+    name = module_class if isinstance(module_class, str) else module_class.__qualname__
+    return str(name).rpartition(".")[2]
