@@ -1,0 +1,171 @@
+"""The two products that multi-head latent attention absorbs kv_b into, a small matrix a head.
+
+Attention over latents needs the query in the latent's space, and gives an output that is still in
+it: `absorb_query` multiplies by W_UK ahead of attention, `project_values` by W_UV behind it
+(DeepSeek-V2, arXiv 2405.04434, section 2.1.2 and its appendix on low-rank key-value compression).
+Both are parts of kv_b's weight and are read in place.
+
+Shape legend: B batch, S query tokens, R = B * S rows, H heads, N nope dim of a query, P rope dim,
+L rank of the latent, C = L + P, V value dim.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from glm_compile.ops import _dispatch
+from glm_compile.ops._library import register_op
+from glm_compile.ops.mla_absorb.reference import absorb_query_reference, project_values_reference
+
+__all__ = ["absorb_query", "project_values"]
+
+_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+
+
+def absorb_query(
+    q_nope_RHN: torch.Tensor,
+    q_rot_RHP: torch.Tensor,
+    kv_b_weight: torch.Tensor,
+    *,
+    backend: str | None = None,
+) -> torch.Tensor:
+    """Return the query in the latent's space: q_nope W_UK of each head, and q_rot behind it.
+
+    Products are accumulated in fp32 and rounded once; q_rot is copied bit for bit. Deterministic;
+    the number of rows may be symbolic or 0. A NaN stays in its row and head.
+
+    Args:
+        q_nope_RHN: float32, bfloat16 or float16 [..., H, N] with one or two axes of rows, any
+            strides: a part of [B, S, H, N + P], or [B, H, S, N] transposed, is read in place.
+        q_rot_RHP: q_nope's dtype, [..., H, P], the same rows, any strides; P may be 0.
+        kv_b_weight: q_nope's dtype, [H * (N + V), L], any strides: the rows of a head are W_UK
+            [N, L], then W_UV [V, L]. Never copied. The `cute` kernel reads it before the kernel
+            ahead has ended: that one may write it only if it lets no dependent in before it has.
+        backend: `reference`, or another of the op's, to force one; None takes the first that can.
+
+    Returns:
+        q_nope's dtype, [..., H, L + P], contiguous.
+
+    Raises:
+        ValueError: a dtype or shape outside the above, or a forced backend that cannot run.
+    """
+    op = "absorb_query"
+    if q_nope_RHN.dim() not in (3, 4) or q_rot_RHP.dim() != q_nope_RHN.dim():
+        raise ValueError(
+            f"{op}: q_nope [R, H, N] and q_rot [R, H, P] expected, or both [B, S, H, *], got "
+            f"{tuple(q_nope_RHN.shape)} and {tuple(q_rot_RHP.shape)}"
+        )
+    _check_dtypes(op, q_nope=q_nope_RHN, q_rot=q_rot_RHP, kv_b_weight=kv_b_weight)
+    if q_rot_RHP.shape[:-1] != q_nope_RHN.shape[:-1]:
+        raise ValueError(
+            f"{op}: q_nope and q_rot must have the same rows and heads, got "
+            f"{tuple(q_nope_RHN.shape)} and {tuple(q_rot_RHP.shape)}"
+        )
+    num_heads, num_nope = q_nope_RHN.shape[-2:]
+    _check_weight(op, kv_b_weight, num_heads, num_nope, "N")
+    return _absorb_query_op(q_nope_RHN, q_rot_RHP, kv_b_weight, backend or "")
+
+
+def project_values(
+    o_RHL: torch.Tensor,
+    kv_b_weight: torch.Tensor,
+    *,
+    num_values: int,
+    backend: str | None = None,
+) -> torch.Tensor:
+    """Return the values of each head: o W_UV^T, from an attention output in the latent's space.
+
+    Products are accumulated in fp32 and rounded once. Deterministic; the number of rows may be
+    symbolic or 0. A NaN stays in its row and head.
+
+    Args:
+        o_RHL: float32, bfloat16 or float16 [..., H, L] with one or two axes of rows, any strides.
+        kv_b_weight: o's dtype, [H * (N + V), L]; see `absorb_query`.
+        num_values: V.
+        backend: `reference`, or another of the op's, to force one; None takes the first that can.
+
+    Returns:
+        o's dtype, [..., H, V], contiguous.
+
+    Raises:
+        ValueError: a dtype or shape outside the above, or a forced backend that cannot run.
+    """
+    op = "project_values"
+    if o_RHL.dim() not in (3, 4):
+        raise ValueError(
+            f"{op}: o [R, H, L] or [B, S, H, L] expected, got shape {tuple(o_RHL.shape)}"
+        )
+    _check_dtypes(op, o=o_RHL, kv_b_weight=kv_b_weight)
+    if num_values < 1:
+        raise ValueError(f"{op}: num_values must be at least 1, got {num_values}")
+    num_heads, rank = o_RHL.shape[-2:]
+    _check_weight(op, kv_b_weight, num_heads, num_values, "V")
+    if kv_b_weight.shape[1] != rank:
+        raise ValueError(
+            f"{op}: o and kv_b_weight must share the rank L, got {rank} and {kv_b_weight.shape[1]}"
+        )
+    return _project_values_op(o_RHL, kv_b_weight, num_values, backend or "")
+
+
+def _check_dtypes(op: str, **tensors: torch.Tensor) -> None:
+    dtypes = {tensor.dtype for tensor in tensors.values()}
+    if len(dtypes) > 1 or dtypes.pop() not in _DTYPES:
+        found = ", ".join(f"{name} {tensor.dtype}" for name, tensor in tensors.items())
+        raise ValueError(f"{op}: all must share float32, bfloat16 or float16, got {found}")
+
+
+def _check_weight(
+    op: str, kv_b_weight: torch.Tensor, num_heads: int, num_used: int, letter: str
+) -> None:
+    """Raise ValueError unless the weight holds at least `num_used` rows for each head."""
+    if kv_b_weight.dim() != 2 or num_heads < 1:
+        raise ValueError(
+            f"{op}: kv_b_weight [H * (N + V), L] and at least one head expected, got "
+            f"{tuple(kv_b_weight.shape)} and {num_heads} heads"
+        )
+    per_head, rest = divmod(kv_b_weight.shape[0], num_heads)
+    if rest or per_head < num_used:
+        raise ValueError(
+            f"{op}: kv_b_weight must hold N + V rows for each of {num_heads} heads, "
+            f"{letter} = {num_used}, got {kv_b_weight.shape[0]} rows"
+        )
+
+
+_QUERY_BACKENDS = (_dispatch.Backend("reference", _dispatch.always, absorb_query_reference),)
+_VALUE_BACKENDS = (_dispatch.Backend("reference", _dispatch.always, project_values_reference),)
+
+
+def _absorb_query(
+    q_nope: torch.Tensor, q_rot: torch.Tensor, kv_b_weight: torch.Tensor, backend: str
+) -> torch.Tensor:
+    return _dispatch.run("absorb_query", _QUERY_BACKENDS, backend, q_nope, q_rot, kv_b_weight)
+
+
+def _absorb_query_fake(
+    q_nope: torch.Tensor, q_rot: torch.Tensor, kv_b_weight: torch.Tensor, backend: str
+) -> torch.Tensor:
+    return q_nope.new_empty((*q_nope.shape[:-1], kv_b_weight.shape[1] + q_rot.shape[-1]))
+
+
+def _project_values(
+    o: torch.Tensor, kv_b_weight: torch.Tensor, num_values: int, backend: str
+) -> torch.Tensor:
+    return _dispatch.run("project_values", _VALUE_BACKENDS, backend, o, kv_b_weight, num_values)
+
+
+def _project_values_fake(
+    o: torch.Tensor, kv_b_weight: torch.Tensor, num_values: int, backend: str
+) -> torch.Tensor:
+    return o.new_empty((*o.shape[:-1], num_values))
+
+
+_absorb_query_op = register_op(
+    "mla_absorb_query(Tensor q_nope, Tensor q_rot, Tensor kv_b_weight, str backend) -> Tensor",
+    _absorb_query,
+    _absorb_query_fake,
+)
+_project_values_op = register_op(
+    "mla_project_values(Tensor o, Tensor kv_b_weight, int num_values, str backend) -> Tensor",
+    _project_values,
+    _project_values_fake,
+)
