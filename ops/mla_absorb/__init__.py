@@ -11,10 +11,15 @@ L rank of the latent, C = L + P, V value dim.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from typing import Any
+
 import torch
 
 from glm_compile.ops import _dispatch
+from glm_compile.ops._cute import why_no_cute
 from glm_compile.ops._library import register_op
+from glm_compile.ops.mla_absorb.config import LINE, MAX_FEW_ROWS, MAX_WARPS, QUERY_ROWS
 from glm_compile.ops.mla_absorb.reference import absorb_query_reference, project_values_reference
 
 __all__ = ["absorb_query", "project_values"]
@@ -41,7 +46,7 @@ def absorb_query(
         kv_b_weight: q_nope's dtype, [H * (N + V), L], any strides: the rows of a head are W_UK
             [N, L], then W_UV [V, L]. Never copied. The `cute` kernel reads it before the kernel
             ahead has ended: that one may write it only if it lets no dependent in before it has.
-        backend: `reference`, or another of the op's, to force one; None takes the first that can.
+        backend: `reference`, `triton` or `cute` to force one; None takes the first that can.
 
     Returns:
         q_nope's dtype, [..., H, L + P], contiguous.
@@ -82,7 +87,7 @@ def project_values(
         o_RHL: float32, bfloat16 or float16 [..., H, L] with one or two axes of rows, any strides.
         kv_b_weight: o's dtype, [H * (N + V), L]; see `absorb_query`.
         num_values: V.
-        backend: `reference`, or another of the op's, to force one; None takes the first that can.
+        backend: `reference`, `triton` or `cute` to force one; None takes the first that can.
 
     Returns:
         o's dtype, [..., H, V], contiguous.
@@ -131,14 +136,116 @@ def _check_weight(
         )
 
 
-_QUERY_BACKENDS = (_dispatch.Backend("reference", _dispatch.always, absorb_query_reference),)
-_VALUE_BACKENDS = (_dispatch.Backend("reference", _dispatch.always, project_values_reference),)
+_MAX_GRID = 65535
+
+
+def _why_not_triton(x: torch.Tensor, *others: torch.Tensor) -> str | None:
+    if x.shape[-1] == 0:
+        return "there is nothing to sum over"
+    if x.shape[:-2].numel() > _MAX_GRID * 16 or x.shape[-2] > _MAX_GRID:
+        return f"more rows or heads than a grid takes: {tuple(x.shape)}"
+    return _dispatch.why_no_triton(x, *others)
+
+
+def _why_not_cute(
+    x: torch.Tensor, kv_b_weight: torch.Tensor, alignment: int, *others: torch.Tensor
+) -> str | None:
+    """Reason against the kernel that both products share; `alignment` of x in bytes."""
+    if x.dtype != torch.bfloat16:
+        return f"the kernel takes bfloat16, got {x.dtype}"
+    if kv_b_weight.shape[1] == 0 or kv_b_weight.shape[1] % LINE:
+        return f"the rank must be a multiple of {LINE}, got {kv_b_weight.shape[1]}"
+    if kv_b_weight.stride(1) != 1 or kv_b_weight.stride(0) % 8 or kv_b_weight.data_ptr() % 16:
+        return "the weight's rows must be dense and start at multiples of 16 bytes"
+    if x.stride(-1) != 1 or not _is_aligned(x, alignment):
+        return (
+            f"the rows' last axis must be dense and start at multiples of {alignment} bytes, got "
+            f"strides {x.stride()}"
+        )
+    if x.shape[:-2].numel() > _MAX_GRID * 16 or x.shape[-2] > _MAX_GRID:
+        return f"more rows or heads than a grid takes: {tuple(x.shape)}"
+    return why_no_cute(x, kv_b_weight, *others)
+
+
+def _is_aligned(x: torch.Tensor, alignment: int) -> bool:
+    strides = [stride for size, stride in zip(x.shape, x.stride(), strict=True) if size > 1]
+    element_bytes = x.element_size()
+    return x.data_ptr() % alignment == 0 and all(
+        stride * element_bytes % alignment == 0 for stride in strides[:-1]
+    )
+
+
+def _why_no_query_cute(
+    q_nope: torch.Tensor, q_rot: torch.Tensor, kv_b_weight: torch.Tensor
+) -> str | None:
+    num_nope, num_copied = q_nope.shape[-1], q_rot.shape[-1]
+    if num_nope == 0 or num_nope % QUERY_ROWS or num_nope > QUERY_ROWS * MAX_WARPS:
+        return (
+            f"the nope dim must be a multiple of {QUERY_ROWS} up to {QUERY_ROWS * MAX_WARPS}, got "
+            f"{num_nope}"
+        )
+    if num_copied % 2:
+        return f"the rope dim must be even, got {num_copied}"
+    return _why_not_cute(q_nope, kv_b_weight, 4, q_rot)
+
+
+def _why_no_value_cute(o: torch.Tensor, kv_b_weight: torch.Tensor, num_values: int) -> str | None:
+    if num_values % 16:
+        return f"the value dim must be a multiple of 16, got {num_values}"
+    if o.shape[-1] > LINE * MAX_WARPS:
+        return f"the rank must be at most {LINE * MAX_WARPS}, got {o.shape[-1]}"
+    return _why_not_cute(o, kv_b_weight, 16)
+
+
+def _run_query_cute(*args: Any) -> torch.Tensor:
+    from glm_compile.ops.mla_absorb.cute_kernel import absorb_query_cute
+
+    return absorb_query_cute(*args)
+
+
+def _run_value_cute(*args: Any) -> torch.Tensor:
+    from glm_compile.ops.mla_absorb.cute_kernel import project_values_cute
+
+    return project_values_cute(*args)
+
+
+def _run_query_triton(*args: Any) -> torch.Tensor:
+    from glm_compile.ops.mla_absorb.triton_kernel import absorb_query_triton
+
+    return absorb_query_triton(*args)
+
+
+def _run_value_triton(*args: Any) -> torch.Tensor:
+    from glm_compile.ops.mla_absorb.triton_kernel import project_values_triton
+
+    return project_values_triton(*args)
+
+
+_QUERY_BACKENDS = (
+    _dispatch.Backend("cute", _why_no_query_cute, _run_query_cute),
+    _dispatch.Backend("triton", _why_not_triton, _run_query_triton),
+    _dispatch.Backend("reference", _dispatch.always, absorb_query_reference),
+)
+_VALUE_BACKENDS = (
+    _dispatch.Backend("cute", _why_no_value_cute, _run_value_cute),
+    _dispatch.Backend(
+        "triton", lambda o, weight, _num_values: _why_not_triton(o, weight), _run_value_triton
+    ),
+    _dispatch.Backend("reference", _dispatch.always, project_values_reference),
+)
+
+
+def _ordered(backends: Sequence[_dispatch.Backend], x: torch.Tensor) -> Sequence[_dispatch.Backend]:
+    """The kernels are for few rows; for more the library's tiles reuse a weight once it is read."""
+    return backends if x.shape[:-2].numel() <= MAX_FEW_ROWS else backends[::-1]
 
 
 def _absorb_query(
     q_nope: torch.Tensor, q_rot: torch.Tensor, kv_b_weight: torch.Tensor, backend: str
 ) -> torch.Tensor:
-    return _dispatch.run("absorb_query", _QUERY_BACKENDS, backend, q_nope, q_rot, kv_b_weight)
+    return _dispatch.run(
+        "absorb_query", _ordered(_QUERY_BACKENDS, q_nope), backend, q_nope, q_rot, kv_b_weight
+    )
 
 
 def _absorb_query_fake(
@@ -150,7 +257,9 @@ def _absorb_query_fake(
 def _project_values(
     o: torch.Tensor, kv_b_weight: torch.Tensor, num_values: int, backend: str
 ) -> torch.Tensor:
-    return _dispatch.run("project_values", _VALUE_BACKENDS, backend, o, kv_b_weight, num_values)
+    return _dispatch.run(
+        "project_values", _ordered(_VALUE_BACKENDS, o), backend, o, kv_b_weight, num_values
+    )
 
 
 def _project_values_fake(

@@ -32,7 +32,7 @@ def project_values_reference(
     o: torch.Tensor, kv_b_weight: torch.Tensor, num_values: int
 ) -> torch.Tensor:
     """Return [..., H, V]: o W_UV^T of each head, contiguous; see `absorb_query_reference`."""
-    *rows, num_heads, rank = o.shape
+    *rows, num_heads, _ = o.shape
     output = o.new_empty((*rows, num_heads, num_values))
     o_HRL = o.flatten(0, -3).transpose(0, 1)
     w_uv_HVL = kv_b_weight.unflatten(0, (num_heads, -1))[:, -num_values:]

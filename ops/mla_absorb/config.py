@@ -1,0 +1,27 @@
+"""How the kernels of the absorbed products split the heads' matrices.
+
+Shape legend: R rows, H heads, N nope dim of a query, L rank of the latent, V value dim.
+"""
+
+from __future__ import annotations
+
+# More rows than this are a job for the library's batched product.
+MAX_FEW_ROWS = 16
+# Columns of a 128-byte line of bf16: the width of what the copy engine brings in.
+LINE = 64
+# Rows of W_UK, or lines of W_UV, of one warp.
+QUERY_ROWS = 32
+MAX_WARPS = 16
+
+
+def query_tile(num_heads: int, rank: int) -> int:
+    """Out features of a block of `absorb_query`: a multiple of 64."""
+    return 128 if num_heads >= 32 and rank % 128 == 0 else LINE
+
+
+def value_tile(num_heads: int, num_values: int) -> int:
+    """Out features of a block of `project_values`: a multiple of 16."""
+    tile = 64 if num_heads >= 32 else 32
+    while num_values % tile:
+        tile //= 2
+    return tile

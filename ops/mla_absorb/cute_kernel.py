@@ -1,0 +1,480 @@
+"""The absorbed products in CuTe DSL for sm_90a: each head's matrix streams through shared memory.
+
+A block computes a tile of out features of one head. Its warps share out the reduction: each asks
+the copy engine for its part of the matrix, in lines of 128 bytes, then waits for the kernels ahead,
+loads what it multiplies of the rows straight into registers, multiplies by tensor cores (16 out
+features by 8 rows) and puts its sums where its part of the matrix was. Sums are added up in one
+order, so results are the same in every run, and a row's depend neither on the other rows nor on
+their number.
+
+W_UK has its out features along its rows, so it is read transposed (ldmatrix). W_UV has the
+reduction there: the tensor cores do not care which columns they multiply as long as both sides
+agree, so a lane takes eight adjacent ones, of the matrix and of a row. Its lines are swizzled; a
+tile's rows are dealt to lanes such that the lanes that are served together use all banks.
+
+Under programmatic dependent launch the matrix is requested before the kernels ahead have ended,
+rows are read after. Dependents are let in only then, so what a kernel reads early was written two
+launches ahead at the latest.
+
+Shape legend: B batch, S query tokens, R = B * S rows, H heads, K reduction (N or L), L rank of the
+latent, P rope dim.
+"""
+
+import functools
+from dataclasses import dataclass
+from typing import Any
+
+import cutlass
+import cutlass.cute as cute
+import torch
+from cutlass import BFloat16, Float32, Int32, Int64
+from cutlass.cute.arch import inline_ptx
+from cutlass.cute.nvgpu import cpasync
+from cutlass.cute.runtime import make_fake_tensor
+from cutlass.memory import SmemAllocator
+
+from glm_compile.ops._cute import arch_of, compile_kernel
+from glm_compile.ops._cute.device import WARP, load_shared_v4, shared_address
+from glm_compile.ops._cute.stream import load_global_16_bytes, mma_bf16, pack_bf16
+from glm_compile.ops.mla_absorb.config import LINE, QUERY_ROWS, query_tile, value_tile
+
+_LINE_BYTES = LINE * 2
+# Rows of one product.
+_ROWS = 8
+
+
+@dataclass(frozen=True)
+class Variant:
+    """What a kernel is specialised for.
+
+    Attributes:
+        num_reduced: K.
+        tile: out features of a block.
+        is_transposed: the matrix has its out features along its rows: W_UK.
+        row_blocks: of 8 rows; 1 or 2.
+        num_copied: P, values of each head to copy behind the product.
+        use_pdl: ask for the matrix before the kernels ahead have ended.
+    """
+
+    num_reduced: int
+    tile: int
+    is_transposed: bool
+    row_blocks: int = 1
+    num_copied: int = 0
+    use_pdl: bool = True
+
+    @property
+    def num_warps(self) -> int:
+        return self.num_reduced // (QUERY_ROWS if self.is_transposed else LINE)
+
+
+class MlaAbsorbKernel:
+    """One variant of the kernel; `__call__` is its launcher."""
+
+    def __init__(self, variant: Variant) -> None:
+        v = variant
+        self.v = variant
+        self.num_threads = v.num_warps * WARP
+        self.num_rows = v.row_blocks * _ROWS
+        # Rows of a part's box: 128 bytes wide.
+        self.box_rows = QUERY_ROWS if v.is_transposed else v.tile
+        self.num_boxes = v.tile // LINE if v.is_transposed else 1
+        self.box_bytes = self.box_rows * _LINE_BYTES
+        self.part_bytes = self.num_boxes * self.box_bytes
+        self.num_outputs = -(-self.num_rows * v.tile // 2 // self.num_threads)
+        self.num_copies = -(-self.num_rows * v.num_copied // self.num_threads)
+
+    @cute.jit
+    def __call__(
+        self,
+        x: cute.Tensor,
+        copied: cute.Tensor | None,
+        weight: cute.Tensor,
+        output: cute.Tensor,
+        head_rows: Int32,
+        skipped_rows: Int32,
+        num_features: Int32,
+        stream: Any,
+    ) -> None:
+        v = self.v
+        box_layout = cute.make_composed_layout(
+            cute.make_swizzle(3, 4, 3),
+            0,
+            cute.make_layout((self.box_rows, LINE), stride=(LINE, 1)),
+        )
+        atom, coords = cpasync.make_tiled_tma_atom(
+            cpasync.CopyBulkTensorTileG2SOp(), weight, box_layout, (self.box_rows, LINE)
+        )
+        num_heads = output.shape[1]
+        num_blocks = (output.shape[0] + self.num_rows - 1) // self.num_rows
+        self.kernel(atom, coords, x, copied, output, head_rows, skipped_rows, num_features).launch(
+            grid=(num_features // v.tile, num_heads, num_blocks),
+            block=(self.num_threads, 1, 1),
+            stream=stream,
+            use_pdl=v.use_pdl,
+        )
+
+    @cute.kernel
+    def kernel(
+        self,
+        atom: cute.CopyAtom,
+        coords: cute.Tensor,
+        x: cute.Tensor,
+        copied: cute.Tensor | None,
+        output: cute.Tensor,
+        head_rows: Int32,
+        skipped_rows: Int32,
+        num_features: Int32,
+    ) -> None:
+        v = self.v
+        tid, _, _ = cute.arch.thread_idx()
+        block, head, row_block = cute.arch.block_idx()
+        lane = cute.arch.lane_idx()
+        warp = cute.arch.make_warp_uniform(cute.arch.warp_idx())
+        allocator = SmemAllocator()
+        boxes = allocator.allocate_tensor(
+            BFloat16,
+            cute.make_layout(
+                (self.box_rows, LINE, v.num_warps * self.num_boxes),
+                stride=(LINE, 1, self.box_rows * LINE),
+            ),
+            1024,
+            swizzle=cute.make_swizzle(3, 4, 3),
+        )
+        barriers = allocator.allocate_tensor(Int64, cute.make_layout(v.num_warps), 16).iterator
+        is_full = barriers + warp
+        first = block * v.tile
+
+        if lane == 0:
+            cute.arch.mbarrier_init(is_full, 1)
+            cute.arch.mbarrier_init_fence()
+            cute.arch.mbarrier_arrive_and_expect_tx(is_full, self.part_bytes)
+        cute.arch.sync_warp()
+        first_row = head * head_rows + skipped_rows
+        for box in cutlass.range_constexpr(self.num_boxes):
+            if cutlass.const_expr(v.is_transposed):
+                corner = (first_row + warp * QUERY_ROWS, first + box * LINE)
+            else:
+                corner = (first_row + first, warp * LINE)
+            source = cute.local_tile(
+                cute.domain_offset(corner, coords), (self.box_rows, LINE), (0, 0)
+            )
+            to, source = cpasync.tma_partition(
+                atom,
+                0,
+                cute.make_layout(1),
+                cute.group_modes(boxes, 0, 2),
+                cute.group_modes(source, 0, 2),
+            )
+            cute.copy(atom, source, to[None, warp * self.num_boxes + box], tma_bar_ptr=is_full)
+
+        # Everything below may come from the kernel ahead.
+        cute.arch.griddepcontrol_wait()
+        cute.arch.griddepcontrol_launch_dependents()
+        first_of_block = row_block * self.num_rows
+        num_rows = cutlass.min(output.shape[0] - first_of_block, self.num_rows)
+        x_parts = self._load_rows(x, head, first_of_block, num_rows, warp, lane)
+        if cutlass.const_expr(v.num_copied > 0):
+            # One block of each head.
+            num_rows_copied = num_rows * Int32(block == 0)
+            self._copy_rows(
+                copied, output, head, first_of_block, num_rows_copied, num_features, tid
+            )
+
+        part = shared_address(boxes.iterator) + warp * self.part_bytes
+        cute.arch.mbarrier_wait(is_full, 0)
+        total = [
+            [[Float32(0.0) for _ in range(4)] for _ in range(v.row_blocks)]
+            for _ in range(v.tile // 16)
+        ]
+        if cutlass.const_expr(v.is_transposed):
+            self._multiply_transposed(total, x_parts, part, lane)
+        else:
+            self._multiply(total, x_parts, part, lane)
+        # Nobody else reads this part.
+        cute.arch.sync_warp()
+        self._put_sums(total, part, lane)
+        cute.arch.sync_threads()
+        base = shared_address(boxes.iterator)
+        for i in cutlass.range_constexpr(self.num_outputs):
+            index = tid + i * self.num_threads
+            row = index // (v.tile // 2)
+            feature = index % (v.tile // 2) * 2
+            if row < num_rows:
+                at = base + self._sum_offset(row, feature)
+                sum0 = Float32(0.0)
+                sum1 = Float32(0.0)
+                for w in cutlass.range_constexpr(v.num_warps):
+                    value0, value1 = _load_floats(at + w * self.part_bytes)
+                    sum0 += value0
+                    sum1 += value1
+                offset = (
+                    Int64(first_of_block + row) * Int64(output.stride[0])
+                    + Int64(head) * Int64(output.stride[1])
+                    + Int64(first + feature)
+                )
+                _store_word(output.iterator.toint() + offset * 2, pack_bf16(sum0, sum1))
+
+    @cute.jit
+    def _row_offset(self, tensor, row, head) -> Int64:
+        """Elements ahead of a row's head in a [B, S, H, *] tensor."""
+        num_queries = Int32(tensor.shape[1])
+        return (
+            Int64(row // num_queries) * Int64(tensor.stride[0])
+            + Int64(row % num_queries) * Int64(tensor.stride[1])
+            + Int64(head) * Int64(tensor.stride[2])
+        )
+
+    @cute.jit
+    def _load_rows(self, x, head, first_row, num_rows, warp, lane) -> list:
+        """This warp's part of the rows, as the tensor cores take it; zeros beyond the rows."""
+        v = self.v
+        group = lane // 4
+        loaded = []
+        for n in cutlass.range_constexpr(v.row_blocks):
+            row = group + n * _ROWS
+            wanted = Int32(row < num_rows)
+            offset = self._row_offset(x, first_row + row * wanted, head)
+            words = []
+            if cutlass.const_expr(v.is_transposed):
+                address = (
+                    x.iterator.toint() + (offset + Int64(warp * QUERY_ROWS + lane % 4 * 2)) * 2
+                )
+                for half in cutlass.range_constexpr(QUERY_ROWS // 8):
+                    words.append(_load_word(address + half * 16, wanted))
+            else:
+                address = x.iterator.toint() + (offset + Int64(warp * LINE + lane % 4 * 8)) * 2
+                for half in cutlass.range_constexpr(2):
+                    words.extend(load_global_16_bytes(address + half * 64, wanted))
+            loaded.append(words)
+        return loaded
+
+    @cute.jit
+    def _copy_rows(self, copied, output, head, first_row, num_rows, num_features, tid) -> None:
+        v = self.v
+        for i in cutlass.range_constexpr(self.num_copies):
+            index = tid + i * self.num_threads
+            row = index // v.num_copied
+            at = index % v.num_copied
+            if row < num_rows:
+                number = first_row + row
+                source = self._row_offset(copied, number, head)
+                source += Int64(at) * Int64(copied.stride[3])
+                target = (
+                    Int64(number) * Int64(output.stride[0])
+                    + Int64(head) * Int64(output.stride[1])
+                    + Int64(num_features + at)
+                )
+                _copy_half(
+                    copied.iterator.toint() + source * 2, output.iterator.toint() + target * 2
+                )
+
+    def _multiply_transposed(self, total, x_parts, part, lane) -> None:
+        """Rows of the matrix are the reduction: fragments come out of ldmatrix turned."""
+        row = lane % 8 + lane // 16 * 8
+        chunk = lane // 8 % 2
+        line = part + row * _LINE_BYTES
+        for step in range(QUERY_ROWS // 16):
+            for tile in range(self.v.tile // 16):
+                box, inside = divmod(tile * 2, 8)
+                at = line + (box * self.box_bytes + step * 16 * _LINE_BYTES)
+                a = _load_turned(at + ((chunk + inside) ^ (row % 8)) * 16)
+                for n, words in enumerate(x_parts):
+                    b = (words[2 * step], words[2 * step + 1])
+                    total[tile][n] = mma_bf16(a, b, total[tile][n])
+
+    def _multiply(self, total, x_parts, part, lane) -> None:
+        """Rows of the matrix are out features: a lane takes 16 bytes of each of its rows."""
+        row = self._row_of_lane(lane)
+        line = part + row * _LINE_BYTES
+        for window in range(2):
+            # Rows 8 further down have the same swizzle.
+            column = ((lane % 4 + window * 4) ^ row) * 16
+            for tile in range(self.v.tile // 16):
+                at = line + column + tile * 16 * _LINE_BYTES
+                upper = load_shared_v4(at)
+                lower = load_shared_v4(at + 8 * _LINE_BYTES)
+                for half in (0, 2):
+                    a = (upper[half], lower[half], upper[half + 1], lower[half + 1])
+                    for n, words in enumerate(x_parts):
+                        b = (words[window * 4 + half], words[window * 4 + half + 1])
+                        total[tile][n] = mma_bf16(a, b, total[tile][n])
+
+    def _row_of_lane(self, lane):
+        """The row of 8, or out feature, that a lane's group of four takes.
+
+        Eight lanes are served at a time: two rows, which must differ in bit 2 to fill all banks.
+        """
+        group = lane // 4
+        if self.v.is_transposed:
+            return group
+        return group // 2 + group % 2 * 4
+
+    def _sum_offset(self, row, feature):
+        """Bytes ahead of a sum in its part; the swizzle lets a warp's stores use all banks."""
+        return (row * self.v.tile + (feature ^ (row // 2 % 4 * 8))) * 4
+
+    def _put_sums(self, total, part, lane) -> None:
+        for tile in range(self.v.tile // 16):
+            for n in range(self.v.row_blocks):
+                for i in range(4):
+                    row = lane % 4 * 2 + (n * _ROWS + i % 2)
+                    feature = self._row_of_lane(lane) + (tile * 16 + i // 2 * 8)
+                    _store_float(part + self._sum_offset(row, feature), total[tile][n][i])
+
+
+def _load_turned(address: Int32) -> tuple:
+    """Four 8 x 8 blocks of 16-bit values of shared memory, each transposed; a row a lane."""
+    return inline_ptx(
+        "ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16 {{$w0}, {$w1}, {$w2}, {$w3}}, [{$r0}];",
+        write_only_types=[Int32] * 4,
+        read_only_args=[address],
+    )
+
+
+def _load_word(address: Int64, is_wanted: Int32) -> Int32:
+    """A word of global memory, or zero where it is not wanted."""
+    return inline_ptx(
+        "{\n.reg .pred wanted;\nsetp.ne.s32 wanted, {$r1}, 0;\nmov.b32 {$w0}, 0;\n"
+        "@wanted ld.global.b32 {$w0}, [{$r0}];\n}",
+        write_only_types=[Int32],
+        read_only_args=[address, is_wanted],
+    )
+
+
+def _store_word(address: Int64, value: Int32) -> None:
+    inline_ptx("st.global.b32 [{$r0}], {$r1};", read_only_args=[address, value])
+
+
+def _copy_half(source: Int64, to: Int64) -> None:
+    """Copy one 16-bit value of global memory."""
+    inline_ptx(
+        "{\n.reg .b16 value;\nld.global.b16 value, [{$r0}];\nst.global.b16 [{$r1}], value;\n}",
+        read_only_args=[source, to],
+    )
+
+
+def _load_floats(address: Int32) -> tuple[Float32, Float32]:
+    """Two adjacent floats of shared memory."""
+    return inline_ptx(
+        "ld.shared.v2.f32 {{$w0}, {$w1}}, [{$r0}];",
+        write_only_types=[Float32, Float32],
+        read_only_args=[address],
+    )
+
+
+def _store_float(address: Int32, value: Float32) -> None:
+    inline_ptx("st.shared.f32 [{$r0}], {$r1};", read_only_args=[address, value])
+
+
+def compile_variant(variant: Variant, arch: str, options: str = "") -> Any:
+    """Compile one variant; see `compile_kernel`."""
+    v = variant
+
+    def tensor(rank: int, align: int, divisibility: int, last_stride: Any) -> Any:
+        strides = tuple(cute.sym_int64(divisibility=divisibility) for _ in range(rank - 1))
+        shape = tuple(cute.sym_int32() for _ in range(rank))
+        return make_fake_tensor(BFloat16, shape, (*strides, last_stride), assumed_align=align)
+
+    return compile_kernel(
+        MlaAbsorbKernel(variant),
+        tensor(4, 4, 2, 1) if v.is_transposed else tensor(4, 16, 8, 1),
+        tensor(4, 2, 1, cute.sym_int64()) if v.num_copied else None,
+        tensor(2, 16, 8, 1),
+        tensor(3, 4, 2, 1),
+        Int32(1),
+        Int32(1),
+        Int32(1),
+        arch=arch,
+        options=options,
+    )
+
+
+@functools.cache
+def _compiled(variant: Variant, arch: str) -> Any:
+    return compile_variant(variant, arch)
+
+
+def _run(
+    x_BSHK: torch.Tensor,
+    copied_BSHP: torch.Tensor | None,
+    kv_b_weight: torch.Tensor,
+    output: torch.Tensor,
+    num_features: int,
+    variant: Variant,
+) -> None:
+    """Launch the kernel; `output` is [..., H, num_features + P]."""
+    num_heads = x_BSHK.shape[2]
+    head_rows = kv_b_weight.shape[0] // num_heads
+    _compiled(variant, arch_of(output.device))(
+        x_BSHK,
+        copied_BSHP,
+        kv_b_weight,
+        output.view(-1, *output.shape[-2:]),
+        head_rows,
+        0 if variant.is_transposed else head_rows - num_features,
+        num_features,
+    )
+
+
+def _row_blocks(x_BSHK: torch.Tensor) -> int:
+    return 1 if x_BSHK.shape[0] * x_BSHK.shape[1] <= _ROWS else 2
+
+
+def _with_batch(tensor: torch.Tensor) -> torch.Tensor:
+    """[B, S, H, *]; strides of axes of size 1 mean nothing, and become ones that fit."""
+    if tensor.dim() == 3:
+        tensor = tensor.unsqueeze(0)
+    if 1 in tensor.shape[:3]:
+        strides = [
+            8 if size == 1 else stride
+            for size, stride in zip(tensor.shape[:3], tensor.stride(), strict=False)
+        ]
+        tensor = tensor.as_strided(tensor.shape, (*strides, tensor.stride(3)))
+    return tensor
+
+
+def absorb_query_cute(
+    q_nope: torch.Tensor,
+    q_rot: torch.Tensor,
+    kv_b_weight: torch.Tensor,
+    *,
+    tile: int | None = None,
+) -> torch.Tensor:
+    """Launch the kernel; `tile` overrides the choice of `config`."""
+    rank = kv_b_weight.shape[1]
+    num_heads, num_nope = q_nope.shape[-2:]
+    num_copied = q_rot.shape[-1]
+    output = q_nope.new_empty((*q_nope.shape[:-1], rank + num_copied))
+    if not output.numel():
+        return output
+    x_BSHN = _with_batch(q_nope)
+    variant = Variant(
+        num_reduced=num_nope,
+        tile=tile or query_tile(num_heads, rank),
+        is_transposed=True,
+        row_blocks=_row_blocks(x_BSHN),
+        num_copied=num_copied,
+    )
+    copied = _with_batch(q_rot) if num_copied else None
+    _run(x_BSHN, copied, kv_b_weight, output, rank, variant)
+    return output
+
+
+def project_values_cute(
+    o: torch.Tensor, kv_b_weight: torch.Tensor, num_values: int, *, tile: int | None = None
+) -> torch.Tensor:
+    """Launch the kernel; `tile` overrides the choice of `config`."""
+    num_heads, rank = o.shape[-2:]
+    output = o.new_empty((*o.shape[:-1], num_values))
+    if not output.numel():
+        return output
+    x_BSHL = _with_batch(o)
+    variant = Variant(
+        num_reduced=rank,
+        tile=tile or value_tile(num_heads, num_values),
+        is_transposed=False,
+        row_blocks=_row_blocks(x_BSHL),
+    )
+    _run(x_BSHL, None, kv_b_weight, output, num_values, variant)
+    return output
