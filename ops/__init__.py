@@ -23,6 +23,7 @@ from glm_compile.ops import (
     mla_absorb,
     paged_cache,
     rms_norm_linear,
+    sparse_mla,
     topk,
 )
 
@@ -37,5 +38,6 @@ __all__ = [
     "mla_absorb",
     "paged_cache",
     "rms_norm_linear",
+    "sparse_mla",
     "topk",
 ]
