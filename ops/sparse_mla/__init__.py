@@ -15,13 +15,23 @@ import torch
 
 from glm_compile.ops import _dispatch
 from glm_compile.ops._bounds import INDEX_DTYPES
+from glm_compile.ops._cute import why_no_cute
 from glm_compile.ops._library import register_op
 from glm_compile.ops.paged_cache import PAGE_SIZE
+from glm_compile.ops.sparse_mla.config import (
+    CUTE_MAX_HEADS,
+    CUTE_PAGE,
+    CUTE_RANK,
+    CUTE_ROPE_DIM,
+)
 from glm_compile.ops.sparse_mla.reference import sparse_mla_reference
 
 __all__ = ["sparse_mla", "sparse_mla_contiguous"]
 
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+_MAX_GRID = 65535
+# Values in 16 bytes.
+_CUTE_ALIGNMENT = 8
 # Rotated dimensions of a key where the caller does not tell the rank.
 _ROPE_DIM = 64
 
@@ -187,12 +197,83 @@ def _check_sequences(op: str, num_sequences: int, rows_per_sequence: int, num_ro
 
 # Every backend takes (q_RHC, latents_XYL, ropes_XYP, indices_RK, sm_scale, block_table,
 # rows_per_sequence, is_paged), as `sparse_mla_reference` describes them.
+
+
+def _why_not_cute(
+    q_RHC: torch.Tensor,
+    latents_XYL: torch.Tensor,
+    ropes_XYP: torch.Tensor,
+    indices_RK: torch.Tensor,
+    sm_scale: float,
+    block_table: torch.Tensor | None,
+    rows_per_sequence: int,
+    is_paged: bool,
+) -> str | None:
+    """What both kernels in CuTe DSL ask of a call."""
+    if (reason := why_no_cute(q_RHC, latents_XYL, ropes_XYP, indices_RK, block_table)) is not None:
+        return reason
+    if q_RHC.dtype != torch.bfloat16:
+        return f"written for bfloat16, got {q_RHC.dtype}"
+    rank, rope_dim = latents_XYL.shape[2], ropes_XYP.shape[2]
+    if (rank, rope_dim) != (CUTE_RANK, CUTE_ROPE_DIM):
+        return (
+            f"written for {CUTE_RANK} and {CUTE_ROPE_DIM} values a token, got {rank} and {rope_dim}"
+        )
+    if q_RHC.shape[1] > CUTE_MAX_HEADS:
+        return f"written for at most {CUTE_MAX_HEADS} heads, got {q_RHC.shape[1]}"
+    if is_paged and latents_XYL.shape[1] != CUTE_PAGE:
+        return f"written for pages of {CUTE_PAGE} tokens, got {latents_XYL.shape[1]}"
+    if max(latents_XYL.shape[:2]) >= 2**31 or indices_RK.shape[1] >= 2**30:
+        return "tokens or slots do not fit 32 bits"
+    for name, tensor in (("latents", latents_XYL), ("ropes", ropes_XYP)):
+        is_aligned = all(
+            stride >= 0 and stride % _CUTE_ALIGNMENT == 0 for stride in tensor.stride()[:2]
+        )
+        if tensor.stride(2) != 1 or not is_aligned or tensor.data_ptr() % 16:
+            return (
+                f"{name} must be contiguous in the last axis and start each token at a multiple of "
+                f"16 bytes, got strides {tensor.stride()}"
+            )
+    return None
+
+
+def _run_decode(*args: Any) -> torch.Tensor:
+    from glm_compile.ops.sparse_mla.cute_decode import sparse_mla_decode_cute
+
+    return sparse_mla_decode_cute(*args)
+
+
+def _why_not_triton(
+    q_RHC: torch.Tensor,
+    latents_XYL: torch.Tensor,
+    ropes_XYP: torch.Tensor,
+    indices_RK: torch.Tensor,
+    sm_scale: float,
+    block_table: torch.Tensor | None,
+    rows_per_sequence: int,
+    is_paged: bool,
+) -> str | None:
+    if indices_RK.shape[1] >= 2**31 - 2**14:
+        return f"slots do not fit 32 bits: {indices_RK.shape[1]}"
+    if q_RHC.shape[1] > _MAX_GRID:
+        return f"more than {_MAX_GRID} heads: {q_RHC.shape[1]}"
+    return _dispatch.why_no_triton(q_RHC, latents_XYL, ropes_XYP, indices_RK, block_table)
+
+
+def _run_triton(*args: Any) -> torch.Tensor:
+    from glm_compile.ops.sparse_mla.triton_kernel import sparse_mla_triton
+
+    return sparse_mla_triton(*args)
+
+
+_CUTE = _dispatch.Backend("cute", _why_not_cute, _run_decode)
+_TRITON = _dispatch.Backend("triton", _why_not_triton, _run_triton)
 _REFERENCE = _dispatch.Backend("reference", _dispatch.always, sparse_mla_reference)
 
 
 def _backends(q_RHC: torch.Tensor) -> tuple[_dispatch.Backend, ...]:
     """In the order in which they are asked."""
-    return (_REFERENCE,)
+    return (_CUTE, _TRITON, _REFERENCE)
 
 
 def _sparse_mla(

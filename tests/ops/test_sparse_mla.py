@@ -10,6 +10,8 @@ import pytest
 import torch
 
 from glm_compile.ops.sparse_mla import sparse_mla, sparse_mla_contiguous
+from glm_compile.ops.sparse_mla.config import TritonConfig, default_triton_config
+from tests.compile_only import ARCHS, compile_triton
 
 PAGE = 64
 KINDS = ("contiguous", "table", "slots")
@@ -340,3 +342,148 @@ def test_compiles_with_symbolic_sizes() -> None:
         case = make_case(num_tokens=num_tokens, num_slots=num_slots)
         arguments = (case.q_RHC, case.latents_BTL, case.ropes_BTP, case.indices_RK)
         assert torch.equal(compiled(*arguments), call("contiguous", case))
+
+
+# Triton -------------------------------------------------------------------------------------------
+
+INTERPRETED = TritonConfig(block_heads=16, block_tokens=16, num_splits=1, num_warps=4, num_stages=1)
+
+
+def run_triton(kind: str, case: Case, config: TritonConfig) -> torch.Tensor:
+    from glm_compile.ops.sparse_mla.triton_kernel import sparse_mla_triton
+
+    latents, ropes, indices, table = case.latents_BTL, case.ropes_BTP, case.indices_RK, None
+    if kind != "contiguous":
+        latents, ropes = case.pages[..., : case.rank], case.pages[..., case.rank :]
+        indices, table = (indices, case.table) if kind == "table" else (case.slots_RK, None)
+    is_paged = kind != "contiguous"
+    return sparse_mla_triton(
+        case.q_RHC,
+        latents,
+        ropes,
+        indices,
+        SCALE,
+        table,
+        case.rows_per_sequence,
+        is_paged,
+        config=config,
+    )
+
+
+@pytest.mark.interpreter
+@pytest.mark.parametrize("num_splits", [1, 2, 4])
+@pytest.mark.parametrize("kind", KINDS)
+def test_triton_in_the_interpreter(kind: str, num_splits: int) -> None:
+    case = make_case(num_slots=41, num_heads=5)
+    case.indices_RK[1] = -1
+    case.indices_RK[2, 30:] = case.indices_RK[2, 29]
+    case.indices_RK[3, :3] = torch.tensor([-9, 192, 2**31 - 1])
+    case.table[1, 1] = -1
+    if kind == "slots":
+        case.table[1, 1] = case.pages.shape[0]
+        case.indices_RK = case.indices_RK.long()
+    got = run_triton(kind, case, replace(INTERPRETED, num_splits=num_splits))
+    if kind != "contiguous":
+        inside = (case.indices_RK >= 64) & (case.indices_RK < 128)
+        inside[:3] = False
+        case.indices_RK = case.indices_RK.masked_fill(inside, -1)
+    assert_close(got, case)
+    assert (got[1] == 0).all()
+
+
+@pytest.mark.interpreter
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(
+    ("num_heads", "rank", "rope_dim"), [(4, 64, 16), (17, 96, 32), (64, 64, 64)]
+)
+def test_triton_takes_any_sizes(
+    num_heads: int, rank: int, rope_dim: int, dtype: torch.dtype
+) -> None:
+    case = make_case(dtype, num_heads=num_heads, rank=rank, rope_dim=rope_dim, num_slots=70)
+    config = default_triton_config(6, num_heads, 70, rank, case.q_RHC.element_size(), 4)
+    assert_close(run_triton("table", case, config), case)
+    case.q_RHC = case.q_RHC.transpose(0, 1).contiguous().transpose(0, 1)
+    case.indices_RK = case.indices_RK.T.contiguous().T
+    assert_close(run_triton("contiguous", case, config), case)
+
+
+@pytest.mark.parametrize(
+    ("num_rows", "num_heads"), [(1, 64), (6, 64), (6, 8), (64, 32), (2048, 64)]
+)
+@pytest.mark.parametrize("element_bytes", [2, 4])
+def test_triton_splits_fill_the_device(num_rows: int, num_heads: int, element_bytes: int) -> None:
+    config = default_triton_config(num_rows, num_heads, 2048, 512, element_bytes, 132)
+    programs = num_rows * -(-num_heads // config.block_heads) * config.num_splits
+    assert programs >= 96 or config.num_splits * 128 >= 2048
+    assert config.num_splits == 1 or programs <= 4 * 132
+
+
+@pytest.mark.compile_only
+@pytest.mark.parametrize("arch", ARCHS)
+@pytest.mark.parametrize(
+    ("dtype", "num_heads", "rank", "kind"),
+    [
+        (torch.bfloat16, 64, 512, "table"),
+        (torch.bfloat16, 8, 512, "contiguous"),
+        (torch.float16, 4, 64, "slots"),
+        (torch.float32, 64, 512, "contiguous"),
+    ],
+)
+def test_triton_compiles_without_spills(
+    dtype: torch.dtype, num_heads: int, rank: int, kind: str, arch: str
+) -> None:
+    pytest.importorskip("triton")
+    from glm_compile.ops.sparse_mla.triton_kernel import combine_kernel, sparse_mla_kernel
+
+    def meta(*shape: int, dtype: torch.dtype = dtype) -> torch.Tensor:
+        return torch.empty(shape, dtype=dtype, device="meta")
+
+    width = rank + 64
+    config = default_triton_config(6, num_heads, 2048, rank, dtype.itemsize, 132)
+    splits = config.num_splits
+    assert splits > 1
+    parts = meta(6, num_heads, splits, rank, dtype=torch.float32)
+    stats = meta(6, num_heads, splits, 2, dtype=torch.float32)
+    pages = (meta(4096, 64, width), 64 * width, width, 1)
+    table = meta(1, 2048, dtype=torch.int32) if kind == "table" else None
+    kernel = compile_triton(
+        sparse_mla_kernel,
+        [
+            *(meta(6, num_heads, width), num_heads * width, width, 1),
+            *pages,
+            *pages,
+            *(meta(6, 2048, dtype=torch.int32), 2048, 1),
+            *((table, 2048, 1) if table is not None else (None, 0, 0)),
+            2048,
+            parts,
+            stats,
+            0.1,
+            2048,
+            4096,
+            64,
+            6,
+        ],
+        {
+            "H": num_heads,
+            "L": rank,
+            "P": 64,
+            "IS_PAGED": kind != "contiguous",
+            "NUM_SPLITS": splits,
+            "BLOCK_H": config.block_heads,
+            "BLOCK_L": rank,
+            "BLOCK_P": 64,
+            "BLOCK_K": config.block_tokens,
+        },
+        arch,
+        num_warps=config.num_warps,
+        num_stages=config.num_stages,
+    )
+    assert kernel.stack_bytes == 0 and kernel.registers <= 255
+    assert kernel.shared_bytes <= 227 * 1024
+    combine = compile_triton(
+        combine_kernel,
+        [parts, stats, meta(6, num_heads, rank)],
+        {"L": rank, "NUM_SPLITS": splits, "BLOCK_L": rank},
+        arch,
+    )
+    assert combine.stack_bytes == 0

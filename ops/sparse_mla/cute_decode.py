@@ -1,0 +1,818 @@
+"""Sparse MLA for few rows in CuTe DSL for sm_90a: a cluster a row, a share of its tokens a block.
+
+A block gathers its tokens with `cp.async` into swizzled shared memory, 64 at a time in two halves,
+and uses them twice: as keys (64 heads x 576 x 64 tokens by one warpgroup, each half another one)
+and, read the other way, as values (64 heads x 64 tokens x 512, each warpgroup 256 columns). The
+probabilities lie where the half's rotated parts were, which only the keys need. The maximum that
+they are taken against rises only when it is passed by far, so sums are seldom rescaled.
+
+At the end the blocks of a cluster tell each other their maxima and sums; each scales its part of
+the result, rounds it to bf16 and copies to every peer the columns that are this peer's to add up,
+in the order of the blocks. Nothing depends on timing: results are bitwise equal over repeats. The
+queries' shared memory receives the parts: a peer that has told its sums needs its queries no more.
+
+Shape legend: R rows, H heads, L kv_lora rank (512), P rope dim (64), C = L + P, K selected slots,
+X pages or sequences, Y tokens of one.
+"""
+
+import functools
+import math
+from dataclasses import dataclass
+from typing import Any
+
+import cutlass
+import cutlass.cute as cute
+import torch
+from cutlass import BFloat16, Float32, Int32, Int64
+from cutlass.cute.arch import inline_ptx
+from cutlass.cute.nvgpu import OperandMajorMode, cpasync, warpgroup
+from cutlass.cute.runtime import make_fake_tensor
+from cutlass.memory import SmemAllocator
+from cutlass.utils import hopper_helpers as hopper
+
+from glm_compile.ops._cute import arch_of, compile_kernel
+from glm_compile.ops._cute.device import (
+    load_shared_v2,
+    load_shared_v4,
+    peer_address,
+    send_v2,
+    shared_address,
+    store_shared,
+    store_shared_v2,
+)
+from glm_compile.ops._cute.stream import pack_bf16, unpack_bf16
+from glm_compile.ops.sparse_mla.config import (
+    CUTE_MAX_HEADS,
+    CUTE_PAGE,
+    CUTE_RANK,
+    CUTE_ROPE_DIM,
+    PAIR_TOKENS,
+    cluster_size,
+)
+
+_GROUP = 128
+_NUM_THREADS = 2 * _GROUP
+_HEADS = CUTE_MAX_HEADS
+_WIDTH = CUTE_RANK + CUTE_ROPE_DIM
+# A half's tokens, and the columns of one swizzled tile of 64 rows of 128 bytes.
+_HALF = PAIR_TOKENS // 2
+_TILE = 64
+_NUM_TILES = _WIDTH // _TILE
+_TILE_BYTES = _HALF * 128
+_HALF_BYTES = _NUM_TILES * _TILE_BYTES
+_HALF_VALUES = _HALF_BYTES // 2
+# Columns of a warpgroup's part of the result, and of what one thread packs in 16 bytes.
+_COLUMNS = CUTE_RANK // 2
+_VECTOR_COLUMNS = 32
+_NUM_VECTORS = _COLUMNS // _VECTOR_COLUMNS
+# A vector's columns for all heads, as they travel to a peer.
+_BLOCK_BYTES = _HEADS * 64
+# Powers of two that probabilities may exceed 1 by before the maximum is raised.
+_HEADROOM = 8.0
+
+_CUTE_TYPES = {torch.int32: Int32, torch.int64: Int64}
+
+
+@dataclass(frozen=True)
+class Variant:
+    """What a kernel is specialised for.
+
+    Attributes:
+        cluster: blocks a row.
+        num_heads: H, at most 64.
+        index_dtype: of the indices.
+        table_dtype: of the block table, None without.
+        is_paged: whether the latents' first axis counts pages.
+        use_pdl: start before the kernels ahead have ended.
+    """
+
+    cluster: int
+    num_heads: int = _HEADS
+    index_dtype: torch.dtype = torch.int32
+    table_dtype: torch.dtype | None = torch.int32
+    is_paged: bool = True
+    use_pdl: bool = True
+
+
+class SparseMlaKernel:
+    """One variant of the kernel; `__call__` is its launcher."""
+
+    def __init__(self, variant: Variant) -> None:
+        self.v = variant
+        self.cluster = variant.cluster
+        # Blocks of 32 columns that a block of the cluster adds up.
+        self.num_own = 2 * _NUM_VECTORS // self.cluster
+
+    @cute.jit
+    def __call__(
+        self,
+        q: cute.Tensor,
+        latents: cute.Tensor,
+        ropes: cute.Tensor,
+        indices: cute.Tensor,
+        table: cute.Tensor | None,
+        attended: cute.Tensor,
+        scale: Float32,
+        rows_per_sequence: Int32,
+        num_pairs: Int32,
+        stream: Any,
+    ) -> None:
+        k_major = OperandMajorMode.K
+        score_mma = hopper.make_trivial_tiled_mma(
+            BFloat16, BFloat16, k_major, k_major, Float32, (1, 1, 1), (_HEADS, _HALF)
+        )
+        value_mma = hopper.make_trivial_tiled_mma(
+            BFloat16,
+            BFloat16,
+            k_major,
+            OperandMajorMode.MN,
+            Float32,
+            (1, 1, 1),
+            (_HEADS, _COLUMNS),
+        )
+        swizzle = cute.make_swizzle(3, 4, 3)
+        tile_layout = cute.make_composed_layout(
+            swizzle, 0, cute.make_layout(((8, 8), (64, 1)), stride=((64, 512), (1, 0)))
+        )
+        # [H, C, R]
+        queries = cute.make_tensor(q.iterator, cute.select(q.layout, mode=[1, 2, 0]))
+        load: Any = cpasync.CopyBulkTensorTileG2SOp()
+        if cutlass.const_expr(self.cluster > 1):
+            load = cpasync.CopyBulkTensorTileG2SMulticastOp()
+        query_atom, query_coords = cpasync.make_tiled_tma_atom(
+            load, queries, tile_layout, (_HEADS, _TILE)
+        )
+        self.kernel(
+            score_mma,
+            value_mma,
+            query_atom,
+            query_coords,
+            latents,
+            ropes,
+            indices,
+            table,
+            attended,
+            scale,
+            rows_per_sequence,
+            num_pairs,
+        ).launch(
+            grid=(attended.shape[0] * self.cluster, 1, 1),
+            block=(_NUM_THREADS, 1, 1),
+            cluster=(self.cluster, 1, 1) if self.cluster > 1 else None,
+            stream=stream,
+            min_blocks_per_mp=1,
+            use_pdl=self.v.use_pdl,
+        )
+
+    @cute.kernel
+    def kernel(
+        self,
+        score_mma: cute.TiledMma,
+        value_mma: cute.TiledMma,
+        query_atom: cute.CopyAtom,
+        query_coords: cute.Tensor,
+        latents: cute.Tensor,
+        ropes: cute.Tensor,
+        indices: cute.Tensor,
+        table: cute.Tensor | None,
+        attended: cute.Tensor,
+        scale: Float32,
+        rows_per_sequence: Int32,
+        num_pairs: Int32,
+    ) -> None:
+        tid, _, _ = cute.arch.thread_idx()
+        block, _, _ = cute.arch.block_idx()
+        row = block // self.cluster
+        rank = block % self.cluster
+        lane = cute.arch.lane_idx()
+        warp = cute.arch.make_warp_uniform(cute.arch.warp_idx())
+        group = cute.arch.make_warp_uniform(tid // _GROUP)
+
+        swizzle = cute.make_swizzle(3, 4, 3)
+        # Tiles of 64 rows of 64 values, 128 bytes a row.
+        rows_by_tile = ((8, 8), (64, _NUM_TILES))
+        tile_strides = ((64, 512), (1, _TILE_BYTES // 2))
+        query_layout = cute.make_layout(rows_by_tile, stride=tile_strides)
+        token_layout = cute.make_layout((*rows_by_tile, 2), stride=(*tile_strides, _HALF_VALUES))
+        allocator = SmemAllocator()
+        query_part = allocator.allocate_tensor(BFloat16, query_layout, 1024, swizzle=swizzle)
+        token_part = allocator.allocate_tensor(BFloat16, token_layout, 1024, swizzle=swizzle)
+        # (maximum, sum) of every head: this block's at its own rank, the peers' when they are done.
+        stats = allocator.allocate_tensor(Int32, cute.make_layout(self.cluster * _HEADS * 2), 16)
+        # By half: what the sums so far are to be multiplied by.
+        rescale = allocator.allocate_tensor(Float32, cute.make_layout(2 * _HEADS), 16)
+        # By parity of the pair and half: a bit a token.
+        masks = allocator.allocate_tensor(Int32, cute.make_layout(2 * 2 * 2), 16)
+        barriers = allocator.allocate_tensor(Int64, cute.make_layout(5), 8).iterator
+        has_tokens = barriers
+        has_query = barriers + 2
+        has_stats = barriers + 3
+        has_parts = barriers + 4
+
+        query_address = shared_address(query_part.iterator)
+        token_address = shared_address(token_part.iterator)
+        stats_address = shared_address(stats.iterator)
+        own_stats = stats_address + rank * (_HEADS * 8)
+        masks_address = shared_address(masks.iterator)
+
+        if warp == 0:
+            cpasync.prefetch_descriptor(query_atom)
+        if tid == 0:
+            for half in cutlass.range_constexpr(2):
+                cute.arch.mbarrier_init(has_tokens + half, _NUM_THREADS)
+            cute.arch.mbarrier_init(has_query, 1)
+            cute.arch.mbarrier_init(has_stats, 1)
+            cute.arch.mbarrier_init(has_parts, 1)
+            cute.arch.mbarrier_init_fence()
+            cute.arch.mbarrier_arrive_and_expect_tx(has_query, _NUM_TILES * _TILE_BYTES)
+            if cutlass.const_expr(self.cluster > 1):
+                cute.arch.mbarrier_arrive_and_expect_tx(has_stats, (self.cluster - 1) * _HEADS * 8)
+                cute.arch.mbarrier_arrive_and_expect_tx(
+                    has_parts, self.cluster * self.num_own * _BLOCK_BYTES
+                )
+        if cutlass.const_expr(self.cluster > 1):
+            cute.arch.cluster_arrive()
+        if tid < _HEADS:
+            store_shared_v2(own_stats + tid * 8, _bits(Float32(float("-inf"))), Int32(0))
+
+        # Everything below may come from the kernel ahead.
+        cute.arch.griddepcontrol_wait()
+        cute.arch.griddepcontrol_launch_dependents()
+        source = (latents, ropes, indices, table, row, row // rows_per_sequence)
+        first_pair = rank * num_pairs
+        place = self._locate(source, first_pair, warp, lane)
+        if cutlass.const_expr(self.cluster > 1):
+            cute.arch.cluster_wait()
+        else:
+            cute.arch.sync_threads()
+        if warp == 0:
+            self._load_queries(query_atom, query_coords, query_part, has_query, row, rank)
+        self._write_mask(masks_address, place, 0, warp, lane)
+        for half in cutlass.range_constexpr(2):
+            self._gather(token_address, place, half, has_tokens, warp, lane)
+        cute.arch.sync_threads()
+
+        score_slice = score_mma.get_slice(tid % _GROUP)
+        value_slice = value_mma.get_slice(tid % _GROUP)
+        query_fragment = score_mma.make_fragment_A(score_slice.partition_A(query_part))
+        key_fragment = score_mma.make_fragment_B(score_slice.partition_B(token_part))
+        # The same tokens as values: columns first, this warpgroup's four tiles of them.
+        values = _view(
+            token_part.iterator + group * (4 * _TILE_BYTES // 2),
+            cute.make_layout(
+                ((64, 4), (8, 8), 2), stride=((1, _TILE_BYTES // 2), (64, 512), _HALF_VALUES)
+            ),
+        )
+        value_fragment = value_mma.make_fragment_B(value_slice.partition_B(values))
+        # Probabilities lie in the last tile of a half.
+        probabilities = _view(
+            token_part.iterator + (_NUM_TILES - 1) * (_TILE_BYTES // 2),
+            cute.make_layout(((8, 8), (64, 1), 2), stride=((64, 512), (1, 0), _HALF_VALUES)),
+        )
+        probability_fragment = value_mma.make_fragment_A(value_slice.partition_A(probabilities))
+        scores = cute.make_rmem_tensor(score_mma.partition_shape_C((_HEADS, _HALF)), Float32)
+        sums = cute.make_rmem_tensor(value_mma.partition_shape_C((_HEADS, _COLUMNS)), Float32)
+        sums.fill(0.0)
+        score_mma.set(warpgroup.Field.ACCUMULATE, True)
+        value_mma.set(warpgroup.Field.ACCUMULATE, True)
+
+        head = warp % 4 * 16 + lane // 4
+        for pair in cutlass.range(num_pairs, unroll=1):
+            phase = pair % 2
+            is_last_pair = pair == num_pairs - 1
+            # Where the next pair's tokens are is looked up while this one is worked on.
+            following = place
+            if not is_last_pair:
+                following = self._locate(source, first_pair + pair + 1, warp, lane)
+                self._write_mask(masks_address, following, (pair + 1) % 2, warp, lane)
+            for half in cutlass.range_constexpr(2):
+                if group == half:
+                    if pair == 0:
+                        cute.arch.mbarrier_wait(has_query, 0)
+                    cute.arch.mbarrier_wait(has_tokens + half, phase)
+                    # What cp.async wrote, the tensor core reads by another way.
+                    cute.arch.fence_proxy("async.shared", space="cta")
+                    warpgroup.fence()
+                    score_mma.set(warpgroup.Field.ACCUMULATE, False)
+                    for k in cutlass.range_constexpr(_WIDTH // 16):
+                        cute.gemm(
+                            score_mma,
+                            scores,
+                            query_fragment[None, None, k],
+                            key_fragment[None, None, k, half],
+                            scores,
+                        )
+                        score_mma.set(warpgroup.Field.ACCUMULATE, True)
+                    warpgroup.commit_group()
+                    mask_address = masks_address + phase * 16 + half * 8
+                    low, high = load_shared_v2(mask_address)
+                    warpgroup.wait_group(0)
+                    # All four warps have read the rotated parts before one writes over them.
+                    cute.arch.barrier(barrier_id=1 + half, number_of_threads=_GROUP)
+                    self._softmax(
+                        scores,
+                        (low, high),
+                        scale,
+                        own_stats,
+                        rescale,
+                        half,
+                        token_address + (half * _HALF_BYTES + (_NUM_TILES - 1) * _TILE_BYTES),
+                        head,
+                        lane,
+                    )
+                    if cutlass.const_expr(half == 1 and self.cluster > 1):  # noqa: SIM102
+                        if is_last_pair:
+                            self._send_stats(stats_address, has_stats, rank, head, lane)
+                    cute.arch.fence_proxy("async.shared", space="cta")
+                cute.arch.sync_threads()
+                factors = (rescale[half * _HEADS + head], rescale[half * _HEADS + head + 8])
+                is_rescaled = factors[0] != 1.0 or factors[1] != 1.0
+                if cute.arch.vote_any_sync(is_rescaled):
+                    for i in cutlass.range_constexpr(cute.size(sums)):
+                        sums[i] = sums[i] * factors[i // 2 % 2]
+                warpgroup.fence()
+                for k in cutlass.range_constexpr(_HALF // 16):
+                    cute.gemm(
+                        value_mma,
+                        sums,
+                        probability_fragment[None, None, k, half],
+                        value_fragment[None, None, k, half],
+                        sums,
+                    )
+                warpgroup.commit_group()
+                warpgroup.wait_group(0)
+                if not is_last_pair:
+                    cute.arch.sync_threads()
+                    self._gather(token_address, following, half, has_tokens, warp, lane)
+            place = following
+
+        if cutlass.const_expr(self.cluster == 1):
+            weights = self._own_weights(own_stats, head)
+            self._store_sums(attended, row, sums, weights, group, head, lane)
+        else:
+            cute.arch.mbarrier_wait(has_stats, 0)
+            weights = self._weights(stats_address, own_stats, head, lane)
+            # Both warpgroups are done with the first half: it holds the parts on their way.
+            self._stage(token_address, sums, weights, group, head, lane)
+            cute.arch.fence_proxy("async.shared", space="cta")
+            cute.arch.barrier(barrier_id=1 + group, number_of_threads=_GROUP)
+            if warp % 4 == 0:
+                with cute.arch.elect_one():
+                    self._send_parts(token_address, query_address, has_parts, group, rank)
+            cute.arch.mbarrier_wait(has_parts, 0)
+            # What this block copies may be read until its peers have it all.
+            cute.arch.cluster_arrive()
+            self._add_parts(query_address, attended, row, rank, tid)
+            cute.arch.cluster_wait()
+
+    @cute.jit
+    def _locate(self, source, pair, warp, lane) -> tuple[Int64, Int64, Int32]:
+        """(address of the latent, of the rotated part, whether it counts) of a token of this warp:
+        lanes 0 to 7 have its eight of the first half, lanes 8 to 15 those of the second."""
+        latents, ropes, indices, table, row, sequence = source
+        slot = pair * PAIR_TOKENS + lane // 8 % 2 * _HALF + warp * 8 + lane % 8
+        index_type = _CUTE_TYPES[self.v.index_dtype]
+        index = index_type(-1)
+        before = index_type(-1)
+        if slot < indices.shape[1]:
+            index = indices[row, slot]
+            if slot > 0:
+                before = indices[row, slot - 1]
+        counts = index >= 0 and index != before
+        outer = Int32(0)
+        inner = Int32(0)
+        if cutlass.const_expr(table is not None):
+            column = index // CUTE_PAGE
+            counts = counts and column < table.shape[1]
+            if counts:
+                page = table[sequence, Int32(column)]
+                counts = page >= 0 and page < latents.shape[0]
+                if counts:
+                    outer = Int32(page)
+                    inner = Int32(index % CUTE_PAGE)
+        elif cutlass.const_expr(self.v.is_paged):
+            counts = counts and index // CUTE_PAGE < latents.shape[0]
+            if counts:
+                outer = Int32(index // CUTE_PAGE)
+                inner = Int32(index % CUTE_PAGE)
+        else:
+            counts = counts and index < latents.shape[1]
+            if counts:
+                outer = sequence
+                inner = Int32(index)
+        latent = latents.iterator.toint() + 2 * (
+            Int64(outer) * Int64(latents.stride[0]) + Int64(inner) * Int64(latents.stride[1])
+        )
+        rope = ropes.iterator.toint() + 2 * (
+            Int64(outer) * Int64(ropes.stride[0]) + Int64(inner) * Int64(ropes.stride[1])
+        )
+        return latent, rope, Int32(counts)
+
+    @cute.jit
+    def _write_mask(self, masks_address, place, parity, warp, lane) -> None:
+        """A byte of each half's mask: this warp's eight tokens."""
+        _latent, _rope, counts = place
+        votes = Int32(cute.arch.vote_ballot_sync(counts != 0))
+        if lane < 2:
+            inline_ptx(
+                "{ .reg .b16 low; cvt.u16.u32 low, {$r1}; st.shared.b8 [{$r0}], low; }",
+                read_only_args=[
+                    masks_address + parity * 16 + lane * 8 + warp,
+                    (votes >> (lane * 8)) & 255,
+                ],
+            )
+
+    @cute.jit
+    def _gather(self, token_address, place, half: cutlass.Constexpr, has_tokens, warp, lane):
+        """Start the copies of this warp's eight tokens of a half; zeros for what does not count."""
+        latent, rope, counts = place
+        for four in cutlass.range_constexpr(2):
+            owner = half * 8 + four * 4 + lane // 8
+            in_tile = lane % 8 * 16
+            from_latent = _shuffle_address(latent, owner) + in_tile
+            from_rope = _shuffle_address(rope, owner) + in_tile
+            num_bytes = cute.arch.shuffle_sync(counts, owner) * 16
+            token = warp * 8 + four * 4 + lane // 8
+            to = token_address + (
+                half * _HALF_BYTES + token * 128 + (in_tile ^ ((four * 4 + lane // 8) * 16))
+            )
+            for tile in cutlass.range_constexpr(_NUM_TILES - 1):
+                _copy_16_bytes(to, tile * _TILE_BYTES, from_latent, tile * 128, num_bytes)
+            _copy_16_bytes(to, (_NUM_TILES - 1) * _TILE_BYTES, from_rope, 0, num_bytes)
+        cute.arch.cp_async_mbarrier_arrive_noinc(has_tokens + half)
+
+    @cute.jit
+    def _load_queries(self, atom, coords, query_part, has_query, row, rank) -> None:
+        """This block's tiles of the row's queries, to all blocks of the cluster; one warp."""
+        # (copy), (copy, head tile, tile, row)
+        to, source = cpasync.tma_partition(
+            atom,
+            0,
+            cute.make_layout(1),
+            cute.group_modes(
+                _view(
+                    query_part.iterator,
+                    cute.make_layout(
+                        ((8, 8), (64, 1), _NUM_TILES),
+                        stride=((64, 512), (1, 0), _TILE_BYTES // 2),
+                    ),
+                ),
+                0,
+                2,
+            ),
+            cute.group_modes(cute.local_tile(coords, (_HEADS, _TILE), (None, None, None)), 0, 2),
+        )
+        for i in cutlass.range_constexpr(-(-_NUM_TILES // self.cluster)):
+            tile = rank + i * self.cluster
+            if tile < _NUM_TILES:
+                if cutlass.const_expr(self.cluster > 1):
+                    cute.copy(
+                        atom,
+                        source[None, 0, tile, row],
+                        to[None, tile],
+                        tma_bar_ptr=has_query,
+                        mcast_mask=cutlass.Int16(
+                            (1 << self.cluster) - 1 - ((1 << 16) if self.cluster == 16 else 0)
+                        ),
+                    )
+                else:
+                    cute.copy(
+                        atom, source[None, 0, tile, row], to[None, tile], tma_bar_ptr=has_query
+                    )
+
+    @cute.jit
+    def _softmax(
+        self, scores, mask, scale, own_stats, rescale, half: cutlass.Constexpr, address, head, lane
+    ) -> None:
+        """Turn a half's scores into probabilities in shared memory; add to the heads' sums."""
+        words = [word >> (lane % 4 * 2) for word in mask]
+        for i in cutlass.range_constexpr(_HALF // 2):
+            block, e = i // 4, i % 2
+            scaled = scores[i] * scale
+            if (words[block // 4] >> (block % 4 * 8 + e)) & 1 == 0:
+                scaled = Float32(float("-inf"))
+            scores[i] = scaled
+        for which in cutlass.range_constexpr(2):
+            at = head + which * 8
+            highest = scores[which * 2]
+            for block in cutlass.range_constexpr(_HALF // 8):
+                for e in cutlass.range_constexpr(2):
+                    highest = cute.arch.fmax(highest, scores[block * 4 + which * 2 + e])
+            highest = _quad_max(highest)
+            old_bits, sum_bits = load_shared_v2(own_stats + at * 8)
+            old = old_bits.bitcast(Float32)
+            total = sum_bits.bitcast(Float32)
+            top = old
+            factor = Float32(1.0)
+            if highest > old + _HEADROOM:
+                top = highest
+                # Before the first token that counts there is nothing to scale.
+                if old > Float32(float("-inf")):
+                    factor = cute.arch.exp2(old - top)
+            shift = top
+            if top == Float32(float("-inf")):
+                shift = Float32(0.0)
+            added = Float32(0.0)
+            for block in cutlass.range_constexpr(_HALF // 8):
+                first = cute.arch.exp2(scores[block * 4 + which * 2] - shift)
+                second = cute.arch.exp2(scores[block * 4 + which * 2 + 1] - shift)
+                added += first + second
+                store_shared(
+                    address + (at * 128 + lane % 4 * 4) + ((block ^ (lane // 4)) * 16),
+                    pack_bf16(first, second),
+                )
+            added = _quad_sum(added)
+            if lane % 4 == 0:
+                store_shared_v2(own_stats + at * 8, _bits(top), _bits(total * factor + added))
+                rescale[half * _HEADS + at] = factor
+        cute.arch.sync_warp()
+
+    @cute.jit
+    def _send_stats(self, stats_address, has_stats, rank, head, lane) -> None:
+        """Tell the peers this block's maxima and sums: the four lanes of a head share the peers."""
+        barrier = Int32(has_stats.toint())
+        for which in cutlass.range_constexpr(2):
+            address = stats_address + (rank * _HEADS + head + which * 8) * 8
+            top, total = load_shared_v2(address)
+            for i in cutlass.range_constexpr(-(-self.cluster // 4)):
+                peer = lane % 4 + i * 4
+                if peer < self.cluster and peer != rank:
+                    send_v2(peer_address(address, peer), top, total, peer_address(barrier, peer))
+
+    @cute.jit
+    def _own_weights(self, own_stats, head) -> list:
+        """1 / sum of this thread's two heads; 0 where nothing counts."""
+        weights = []
+        for which in cutlass.range_constexpr(2):
+            _top, total = load_shared_v2(own_stats + (head + which * 8) * 8)
+            weights.append(_inverse(total.bitcast(Float32)))
+        return weights
+
+    @cute.jit
+    def _weights(self, stats_address, own_stats, head, lane) -> list:
+        """What this block's sums of this thread's two heads count in the row's result."""
+        weights = []
+        for which in cutlass.range_constexpr(2):
+            at = (head + which * 8) * 8
+            tops = []
+            totals = []
+            highest = Float32(float("-inf"))
+            for i in cutlass.range_constexpr(-(-self.cluster // 4)):
+                peer = lane % 4 + i * 4
+                top = Float32(float("-inf"))
+                total = Float32(0.0)
+                if peer < self.cluster:
+                    top_bits, total_bits = load_shared_v2(stats_address + peer * (_HEADS * 8) + at)
+                    top = top_bits.bitcast(Float32)
+                    total = total_bits.bitcast(Float32)
+                tops.append(top)
+                totals.append(total)
+                highest = cute.arch.fmax(highest, top)
+            highest = _quad_max(highest)
+            if highest == Float32(float("-inf")):
+                highest = Float32(0.0)
+            total = Float32(0.0)
+            for i in cutlass.range_constexpr(len(tops)):
+                total += totals[i] * cute.arch.exp2(tops[i] - highest)
+            total = _quad_sum(total)
+            own_top, _own = load_shared_v2(own_stats + at)
+            weights.append(cute.arch.exp2(own_top.bitcast(Float32) - highest) * _inverse(total))
+        return weights
+
+    @cute.jit
+    def _stage(self, address, sums, weights, group, head, lane) -> None:
+        """Round this thread's scaled sums to bf16 and lay them out by block of 32 columns."""
+        for vector in cutlass.range_constexpr(_NUM_VECTORS):
+            to = address + (group * _NUM_VECTORS + vector) * _BLOCK_BYTES + lane % 4 * 16
+            for which in cutlass.range_constexpr(2):
+                words = []
+                for j in cutlass.range_constexpr(4):
+                    at = (vector * 4 + j) * 4 + which * 2
+                    words.append(
+                        pack_bf16(sums[at] * weights[which], sums[at + 1] * weights[which])
+                    )
+                _store_shared_v4(to + (head + which * 8) * 64, words)
+
+    @cute.jit
+    def _send_parts(self, staged, received, has_parts, group, rank) -> None:
+        """Copy every peer its blocks of columns, each block of the cluster from another one on."""
+        barrier = Int32(has_parts.toint())
+        for i in cutlass.range_constexpr(_NUM_VECTORS):
+            vector = group * _NUM_VECTORS + (i + rank * self.num_own) % _NUM_VECTORS
+            peer = vector // self.num_own
+            to = received + (rank * self.num_own + vector % self.num_own) * _BLOCK_BYTES
+            _copy_to_peer(
+                peer_address(to, peer),
+                staged + vector * _BLOCK_BYTES,
+                _BLOCK_BYTES,
+                peer_address(barrier, peer),
+            )
+
+    @cute.jit
+    def _add_parts(self, received, attended, row, rank, tid) -> None:
+        """Add up this block's columns over the cluster, in the order of its blocks, and store."""
+        head = tid // 4
+        for own in cutlass.range_constexpr(self.num_own):
+            totals = [Float32(0.0) for _ in range(8)]
+            for peer in cutlass.range_constexpr(self.cluster):
+                words = load_shared_v4(
+                    received + ((peer * self.num_own + own) * _BLOCK_BYTES) + tid * 16
+                )
+                for j in cutlass.range_constexpr(4):
+                    first, second = unpack_bf16(words[j])
+                    totals[2 * j] += first
+                    totals[2 * j + 1] += second
+            if head < self.v.num_heads:
+                address = attended.iterator.toint() + 2 * (
+                    (Int64(row) * self.v.num_heads + head) * CUTE_RANK
+                    + (rank * self.num_own + own) * _VECTOR_COLUMNS
+                    + tid % 4 * 2
+                )
+                for j in cutlass.range_constexpr(4):
+                    _store_global(address + j * 16, pack_bf16(totals[2 * j], totals[2 * j + 1]))
+
+    @cute.jit
+    def _store_sums(self, attended, row, sums, weights, group, head, lane) -> None:
+        """Store what a block of its own has summed."""
+        for which in cutlass.range_constexpr(2):
+            at = head + which * 8
+            if at < self.v.num_heads:
+                address = attended.iterator.toint() + 2 * (
+                    (Int64(row) * self.v.num_heads + at) * CUTE_RANK
+                    + group * _COLUMNS
+                    + lane % 4 * 2
+                )
+                for block in cutlass.range_constexpr(_COLUMNS // 8):
+                    i = block * 4 + which * 2
+                    _store_global(
+                        address + block * 16,
+                        pack_bf16(sums[i] * weights[which], sums[i + 1] * weights[which]),
+                    )
+
+
+def _view(pointer: cute.Pointer, layout: cute.Layout) -> cute.Tensor:
+    """A tensor in swizzled shared memory; the pointer carries the swizzle."""
+    return cute.make_tensor(pointer, layout)
+
+
+def _bits(value: Float32) -> Int32:
+    return value.bitcast(Int32)
+
+
+@cute.jit
+def _inverse(total: Float32) -> Float32:
+    """1 / total, and 0 of 0."""
+    inverse = Float32(0.0)
+    if total != 0.0:
+        inverse = Float32(1.0) / total
+    return inverse
+
+
+def _quad_max(value: Float32) -> Float32:
+    value = cute.arch.fmax(value, cute.arch.shuffle_sync_bfly(value, 1))
+    return cute.arch.fmax(value, cute.arch.shuffle_sync_bfly(value, 2))
+
+
+def _quad_sum(value: Float32) -> Float32:
+    value = value + cute.arch.shuffle_sync_bfly(value, 1)
+    return value + cute.arch.shuffle_sync_bfly(value, 2)
+
+
+def _shuffle_address(address: Int64, lane: Int32) -> Int64:
+    low = cute.arch.shuffle_sync(Int32(address & 0xFFFFFFFF), lane)
+    high = cute.arch.shuffle_sync(Int32(address >> 32), lane)
+    return inline_ptx(
+        "mov.b64 {$w0}, {{$r0}, {$r1}};", write_only_types=[Int64], read_only_args=[low, high]
+    )
+
+
+def _copy_16_bytes(
+    to: Int32, to_offset: int, source: Int64, source_offset: int, num_bytes: Int32
+) -> None:
+    """Start copying 16 bytes of global memory to shared memory: `num_bytes` of them, then zeros."""
+    inline_ptx(
+        f"cp.async.cg.shared.global.L2::128B [{{$r0}}+{to_offset}], "
+        f"[{{$r1}}+{source_offset}], 16, {{$r2}};",
+        read_only_args=[to, source, num_bytes],
+    )
+
+
+def _copy_to_peer(to: Int32, source: Int32, num_bytes: int, barrier: Int32) -> None:
+    """Start copying shared memory to a peer's; its barrier counts the bytes."""
+    inline_ptx(
+        "cp.async.bulk.shared::cluster.shared::cta.mbarrier::complete_tx::bytes "
+        "[{$r0}], [{$r1}], {$r2}, [{$r3}];",
+        read_only_args=[to, source, Int32(num_bytes), barrier],
+    )
+
+
+def _store_shared_v4(address: Int32, words: list) -> None:
+    inline_ptx(
+        "st.shared.v4.b32 [{$r0}], {{$r1}, {$r2}, {$r3}, {$r4}};",
+        read_only_args=[address, *words],
+    )
+
+
+def _store_global(address: Int64, value: Int32) -> None:
+    inline_ptx("st.global.b32 [{$r0}], {$r1};", read_only_args=[address, value])
+
+
+def compile_variant(variant: Variant, arch: str, options: str = "") -> Any:
+    """Compile one variant; see `compile_kernel`."""
+    heads = variant.num_heads
+
+    def cache(width: int) -> Any:
+        return make_fake_tensor(
+            BFloat16,
+            (cute.sym_int32(), cute.sym_int32(), width),
+            (cute.sym_int64(divisibility=8), cute.sym_int64(divisibility=8), 1),
+            assumed_align=16,
+        )
+
+    def integers(dtype: torch.dtype) -> Any:
+        return make_fake_tensor(
+            _CUTE_TYPES[dtype],
+            (cute.sym_int32(), cute.sym_int32()),
+            (cute.sym_int64(), cute.sym_int64()),
+            assumed_align=dtype.itemsize,
+        )
+
+    def rows(width: int) -> Any:
+        shape = (cute.sym_int32(), heads, width)
+        return make_fake_tensor(BFloat16, shape, (heads * width, width, 1), assumed_align=16)
+
+    return compile_kernel(
+        SparseMlaKernel(variant),
+        rows(_WIDTH),
+        cache(CUTE_RANK),
+        cache(CUTE_ROPE_DIM),
+        integers(variant.index_dtype),
+        None if variant.table_dtype is None else integers(variant.table_dtype),
+        rows(CUTE_RANK),
+        Float32(1.0),
+        Int32(1),
+        Int32(1),
+        arch=arch,
+        options=options,
+    )
+
+
+@functools.cache
+def _compiled(variant: Variant, arch: str) -> Any:
+    return compile_variant(variant, arch)
+
+
+def sparse_mla_decode_cute(
+    q_RHC: torch.Tensor,
+    latents_XYL: torch.Tensor,
+    ropes_XYP: torch.Tensor,
+    indices_RK: torch.Tensor,
+    sm_scale: float,
+    block_table: torch.Tensor | None = None,
+    rows_per_sequence: int = 1,
+    is_paged: bool = False,
+    *,
+    cluster: int | None = None,
+    use_pdl: bool = True,
+) -> torch.Tensor:
+    """Launch the kernel; return bf16 [R, H, L]. See `sparse_mla_reference` for the arguments.
+
+    Args:
+        q_RHC: bf16, any strides; copied unless contiguous.
+        latents_XYL: bf16, last axis contiguous, others by multiples of 16 bytes.
+        ropes_XYP: likewise.
+        indices_RK: any strides.
+        sm_scale: factor of the products.
+        block_table: any strides.
+        rows_per_sequence: row r belongs to sequence r // rows_per_sequence.
+        is_paged: whether the first axis counts pages.
+        cluster: blocks a row; None takes the measured one.
+        use_pdl: start before the kernels ahead have ended; reads nothing until then.
+    """
+    num_rows, num_heads, _ = q_RHC.shape
+    num_slots = indices_RK.shape[1]
+    attended_RHL = q_RHC.new_empty((num_rows, num_heads, CUTE_RANK))
+    if not attended_RHL.numel():
+        return attended_RHL
+    size = cluster or cluster_size(num_rows, num_slots)
+    variant = Variant(
+        cluster=size,
+        num_heads=num_heads,
+        index_dtype=indices_RK.dtype,
+        table_dtype=None if block_table is None else block_table.dtype,
+        is_paged=is_paged,
+        use_pdl=use_pdl,
+    )
+    q_RHC = q_RHC.contiguous()
+    _compiled(variant, arch_of(q_RHC.device))(
+        q_RHC.clone() if q_RHC.data_ptr() % 16 else q_RHC,
+        latents_XYL,
+        ropes_XYP,
+        indices_RK,
+        block_table,
+        attended_RHL,
+        sm_scale * math.log2(math.e),
+        rows_per_sequence,
+        max(1, -(-num_slots // (size * PAIR_TOKENS))),
+    )
+    return attended_RHL
