@@ -5,6 +5,8 @@ from __future__ import annotations
 import dataclasses
 import math
 import re
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -13,12 +15,13 @@ import torch
 
 from glm_compile.ops import indexer_scores as op_module
 from glm_compile.ops.fp8_quant import fp8_quant
-from glm_compile.ops.indexer_scores import indexer_scores_paged
+from glm_compile.ops.indexer_scores import indexer_scores, indexer_scores_paged
 from tests.compile_only import CompiledKernel, compile_cute
-from tests.ops.test_indexer_scores import Case, call, make_case, oracle
+from tests.ops.test_indexer_scores import Case, call, make_case, oracle, to_fp8_pages
 
 pytestmark = pytest.mark.usefixtures("cute_gpu")
 
+ROOT = Path(__file__).parents[2]
 PAGE, HEAD_DIM = 64, 128
 KINDS = ("contiguous", "paged", "fp8")
 # Of the sums of absolute products. The tensor core adds FP8 products with about 14 bits.
@@ -168,7 +171,8 @@ def test_repeats_are_equal(kind: str, num_keys: int) -> None:
 @pytest.mark.parametrize(("num_batch", "num_queries"), [(1, 6), (4, 6)])
 def test_lengths_may_change_in_a_graph(num_batch: int, num_queries: int) -> None:
     case = make_cute_case(num_batch=num_batch, num_queries=num_queries, num_keys=9000)
-    tensors = (case.q_BSHD.flatten(0, 1), case.weights_BSH.flatten(0, 1), case.key_pages)
+    weights = case.weights_BSH.flatten(0, 1) * HEAD_DIM**-0.5
+    tensors = (case.q_BSHD.flatten(0, 1), weights, case.key_pages)
 
     def run() -> torch.Tensor:
         return indexer_scores_paged(
@@ -193,6 +197,85 @@ def test_lengths_may_change_in_a_graph(num_batch: int, num_queries: int) -> None
         inside = case.is_inside_BST
         got = scores.view_as(want)[inside]
         torch.testing.assert_close(got, want[inside], rtol=1e-4, atol=1e-4)
+
+
+FIRST_CALL_IN_A_CAPTURE = """
+import torch
+from tests.ops.test_indexer_scores import call
+from tests.ops.test_indexer_scores_cute import assert_close, make_cute_case
+case = make_cute_case(num_keys=700)
+graph = torch.cuda.CUDAGraph()
+with torch.cuda.graph(graph):
+    scores = call("paged", case, "cute")
+graph.replay()
+assert_close(scores, case, "paged")
+"""
+
+
+@pytest.mark.gpu
+def test_first_call_may_be_inside_a_capture() -> None:
+    command = [sys.executable, "-c", FIRST_CALL_IN_A_CAPTURE]
+    done = subprocess.run(
+        command, capture_output=True, text=True, timeout=120, check=False, cwd=ROOT
+    )
+    assert done.returncode == 0, done.stderr[-2000:]
+
+
+@pytest.mark.gpu
+@pytest.mark.big_memory
+@pytest.mark.parametrize("kind", ["paged", "fp8"])
+def test_pages_and_scores_beyond_32_bits(kind: str) -> None:
+    """Pages that start beyond 2^31 bytes or elements, and more than 2^31 scores."""
+    num_rows, num_keys, num_pages = 2049, 1 << 20, (1 << 31) // (PAGE * HEAD_DIM) + 100
+    case = make_cute_case(num_batch=1, num_queries=6, num_keys=640)
+    few = case.key_pages[case.block_table[0].long()]
+    few = to_fp8_pages(few) if kind == "fp8" else few
+    far = torch.zeros(num_pages, *few.shape[1:], dtype=few.dtype, device="cuda")
+    far[-len(few) :] = few
+    q, weights = case.q_BSHD[0], case.weights_BSH[0] * HEAD_DIM**-0.5
+    if kind == "fp8":
+        q, q_scale = fp8_quant(q)
+        weights = weights * q_scale
+
+    def run(pages: torch.Tensor, table: torch.Tensor, rows: int, keys: int) -> torch.Tensor:
+        repeats = -(-rows // 6)
+        many = q.view(torch.uint8).repeat(repeats, 1, 1)[:rows].view(q.dtype)
+        lengths = torch.full((rows,), keys, dtype=torch.int32, device="cuda")
+        return indexer_scores_paged(
+            many,
+            weights.repeat(repeats, 1)[:rows],
+            pages,
+            table.int()[None],
+            lengths,
+            keys,
+            rows_per_sequence=rows,
+            backend="cute",
+        )
+
+    near = torch.arange(len(few), device="cuda")
+    want = run(few, near, 6, 640)
+    last = near + num_pages - len(few)
+    assert torch.equal(run(far, last, 6, 640), want)
+    table = last[:10].repeat(num_keys // 640 + 1)[: num_keys // PAGE]
+    got = run(far, table, num_rows, num_keys)
+    assert got.numel() > 2**31
+    start = num_keys // 640 * 640 - 640
+    for row in (0, num_rows - 1):
+        assert torch.equal(got[row, start : start + 640], want[row % 6])
+
+
+@pytest.mark.gpu
+@pytest.mark.big_memory
+def test_contiguous_keys_beyond_32_bits() -> None:
+    num_keys = 2**31 // HEAD_DIM + 1000
+    case = make_cute_case(num_batch=1, num_queries=2, num_keys=500)
+    keys = torch.zeros(1, num_keys, HEAD_DIM, dtype=torch.bfloat16, device="cuda")
+    keys[0, -500:] = case.k_BTD[0]
+    lengths = torch.full((1, 2), num_keys, device="cuda")
+    got = indexer_scores(case.q_BSHD, case.weights_BSH, keys, lengths, backend="cute")
+    case.lengths_BS.fill_(500)
+    assert torch.equal(got[..., -500:], call("contiguous", case, "cute"))
+    assert (got[..., :-500] == 0).all()
 
 
 @pytest.mark.gpu

@@ -1,0 +1,125 @@
+"""Kernels under compute-sanitizer, on cases small enough for it: bad addresses, races, barriers."""
+
+from __future__ import annotations
+
+import shutil
+import subprocess
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+
+pytestmark = [pytest.mark.gpu, pytest.mark.slow, pytest.mark.usefixtures("cute_gpu")]
+ROOT = Path(__file__).parents[2]
+
+
+@dataclass(frozen=True)
+class Script:
+    """A program to run under the tool.
+
+    Attributes:
+        kernels: what the names of the kernels to look at have in common.
+        code: checks its results against the reference, so that what is looked at did run.
+    """
+
+    kernels: str
+    code: str
+
+
+SCRIPTS = {
+    "topk": Script(
+        "TopkKernel",
+        """
+import torch
+from glm_compile.ops.topk.config import CUTE_TABLE, Variant
+from glm_compile.ops.topk.cute_kernel import topk_select_cute
+from glm_compile.ops.topk.reference import topk_select_reference
+
+variants = [
+    Variant("registers", 1, 256, 4, 8, 1024),
+    Variant("registers", 4, 256, 4, 8, 1024),
+    Variant("filtered", 4, 256, 4, 8, 2048, 3072, 4),
+    Variant("filtered", 1, 256, 4, 8, 8192, 3072, 4),
+    Variant("streamed", 1, 256, 4, 8, 8192, 3072, 4),
+    CUTE_TABLE[0][1][0],
+]
+for variant in variants:
+    num_keys = min(variant.max_keys, 8000)
+    rows = torch.stack([torch.randn(num_keys), torch.ones(num_keys), torch.arange(num_keys)])
+    scores = rows.float().cuda()
+    lengths = torch.tensor([num_keys, num_keys - 5, num_keys], device="cuda")
+    got = topk_select_cute(scores, lengths, 500, variant=variant)
+    assert torch.equal(got, topk_select_reference(scores, lengths, 500)), variant
+""",
+    ),
+    "indexer_scores": Script(
+        "IndexerScoresKernel",
+        """
+import torch
+from tests.ops.test_indexer_scores import call
+from tests.ops.test_indexer_scores_cute import KINDS, assert_close, make_cute_case
+
+for kind in KINDS:
+    for num_batch, num_queries in ((1, 6), (3, 9)):
+        case = make_cute_case(num_batch=num_batch, num_queries=num_queries, num_keys=333)
+        assert_close(call(kind, case, "cute"), case, kind)
+""",
+    ),
+    "bf16_linear": Script(
+        "Bf16LinearKernel",
+        """
+import torch
+from glm_compile.ops.bf16_linear import bf16_linear
+
+for num_rows, shape in ((1, (200, 1024)), (6, (100, 1000)), (16, (2784, 512))):
+    weight = torch.randn(shape, dtype=torch.bfloat16, device="cuda")
+    x = torch.randn(num_rows, shape[1], dtype=torch.bfloat16, device="cuda")
+    got = bf16_linear(x, weight, backend="cute")
+    want = x.double() @ weight.double().T
+    assert (got.double() - want).abs().max() <= 2**-7 * want.abs().max()
+""",
+    ),
+    "indexer_prologue": Script(
+        "indexer_prologue",
+        """
+import torch
+from glm_compile.ops.indexer_prologue import indexer_prologue_fp8
+from glm_compile.ops.paged_cache import PAGE_SIZE
+
+def run(backend):
+    torch.manual_seed(3)
+    q = torch.randn(2, 3, 32, 128).bfloat16().cuda()
+    k, gates = torch.randn(2, 3, 128).bfloat16().cuda(), torch.randn(2, 3, 32).bfloat16().cuda()
+    cos, sin = torch.rand(2, 3, 64).bfloat16().cuda(), torch.rand(2, 3, 64).bfloat16().cuda()
+    norm = torch.ones(128).bfloat16().cuda(), torch.zeros(128).bfloat16().cuda()
+    pages = torch.zeros(4, PAGE_SIZE * 132, dtype=torch.uint8, device="cuda")
+    table = torch.tensor([[2, 0], [1, -1]], dtype=torch.int32, device="cuda")
+    lengths = torch.tensor([62, 63], dtype=torch.int32, device="cuda")
+    keywords = {"gate_scale": 0.2, "key_pages": pages, "block_table": table, "lengths_B": lengths}
+    q, weights = indexer_prologue_fp8(
+        q, k, gates, *norm, 1e-6, cos, sin, backend=backend, **keywords
+    )
+    return q.view(torch.uint8), weights, pages
+
+for got, want in zip(run("triton"), run("reference")):
+    assert got.shape == want.shape and (got != want).float().mean() < 0.01
+""",
+    ),
+}
+
+
+@pytest.mark.parametrize("tool", ["memcheck", "racecheck", "synccheck"])
+@pytest.mark.parametrize("name", SCRIPTS)
+def test_sanitizer_finds_nothing(name: str, tool: str) -> None:
+    if (sanitizer := shutil.which("compute-sanitizer")) is None:
+        pytest.skip("compute-sanitizer is not installed")
+    script = SCRIPTS[name]
+    # Compilers ask the driver for what it may not have; those answers are no errors of kernels.
+    options = ["--tool", tool, "--error-exitcode", "9", "--report-api-errors", "no"]
+    options += ["--kernel-name", f"kernel_substring={script.kernels}"]
+    command = [sanitizer, *options, sys.executable, "-c", script.code]
+    done = subprocess.run(
+        command, capture_output=True, text=True, timeout=300, check=False, cwd=ROOT
+    )
+    assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-1000:]
