@@ -328,8 +328,9 @@ class SparseMlaKernel:
                 factors = (rescale[half * _HEADS + head], rescale[half * _HEADS + head + 8])
                 is_rescaled = factors[0] != 1.0 or factors[1] != 1.0
                 if cute.arch.vote_any_sync(is_rescaled):
-                    for i in cutlass.range_constexpr(cute.size(sums)):
-                        sums[i] = sums[i] * factors[i // 2 % 2]
+                    for block in cutlass.range_constexpr(_COLUMNS // 8):
+                        for i in cutlass.range_constexpr(4):
+                            sums[block * 4 + i] = sums[block * 4 + i] * factors[i // 2]
                 warpgroup.fence()
                 for k in cutlass.range_constexpr(_HALF // 16):
                     cute.gemm(
@@ -508,14 +509,14 @@ class SparseMlaKernel:
                 top = highest
                 # Before the first token that counts there is nothing to scale.
                 if old > Float32(float("-inf")):
-                    factor = cute.arch.exp2(old - top)
+                    factor = _exp2(old - top)
             shift = top
             if top == Float32(float("-inf")):
                 shift = Float32(0.0)
             added = Float32(0.0)
             for block in cutlass.range_constexpr(_HALF // 8):
-                first = cute.arch.exp2(scores[block * 4 + which * 2] - shift)
-                second = cute.arch.exp2(scores[block * 4 + which * 2 + 1] - shift)
+                first = _exp2(scores[block * 4 + which * 2] - shift)
+                second = _exp2(scores[block * 4 + which * 2 + 1] - shift)
                 added += first + second
                 store_shared(
                     address + (at * 128 + lane % 4 * 4) + ((block ^ (lane // 4)) * 16),
@@ -573,10 +574,10 @@ class SparseMlaKernel:
                 highest = Float32(0.0)
             total = Float32(0.0)
             for i in cutlass.range_constexpr(len(tops)):
-                total += totals[i] * cute.arch.exp2(tops[i] - highest)
+                total += totals[i] * _exp2(tops[i] - highest)
             total = _quad_sum(total)
             own_top, _own = load_shared_v2(own_stats + at)
-            weights.append(cute.arch.exp2(own_top.bitcast(Float32) - highest) * _inverse(total))
+            weights.append(_exp2(own_top.bitcast(Float32) - highest) * _inverse(total))
         return weights
 
     @cute.jit
@@ -666,6 +667,12 @@ def _inverse(total: Float32) -> Float32:
     if total != 0.0:
         inverse = Float32(1.0) / total
     return inverse
+
+
+def _exp2(value: Float32) -> Float32:
+    return inline_ptx(
+        "ex2.approx.ftz.f32 {$w0}, {$r0};", write_only_types=[Float32], read_only_args=[value]
+    )
 
 
 def _quad_max(value: Float32) -> Float32:
