@@ -1,6 +1,9 @@
 """Indexer scores of GLM-5.2: decode steps of 1 to 64 rows and prefill, 32 heads of 128, keys cold.
 
-The floor counts keys read once and scores written once.
+A table ends the run: microseconds, times torch, how much of the byte floor is reached, TFLOP/s.
+The floor counts keys read once and scores written once. Torch has the keys in bf16 in one tensor
+and multiplies, applies relu and sums over the heads by einsum. Launches follow each other by
+programmatic dependent launch.
 
 pytest tests/benchmarks/test_indexer_scores_benchmark.py --benchmark-enable
 """
@@ -8,6 +11,8 @@ pytest tests/benchmarks/test_indexer_scores_benchmark.py --benchmark-enable
 from __future__ import annotations
 
 import math
+import statistics
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -15,14 +20,15 @@ import torch
 
 from glm_compile.ops.fp8_quant import fp8_quant
 from glm_compile.ops.indexer_scores import indexer_scores, indexer_scores_paged
-from tests.benchmarks.conftest import cold_copies, device
+from tests.benchmarks.conftest import READ_BANDWIDTH, cold_copies, device, time_replays
 
 IS_GPU = device() == "cuda"
-LENGTHS = [2048, 8192, 32_768, 81_920, 131_072, 1_048_576] if IS_GPU else [256, 1024]
+LENGTHS = [2048, 8192, 32_768, 81_920, 131_072, 262_144, 1_048_576] if IS_GPU else [256, 1024]
 NUM_ROWS = [1, 2, 4, 6, 16, 64, 2048] if IS_GPU else [1, 6, 16]
 NUM_HEADS, HEAD_DIM, PAGE = 32, 128, 64
-# Scores of one call: 4 GB.
+# Scores of one call: 4 GB; torch's products of all heads are 32 times as many.
 MAX_SCORES = 1 << 30
+MAX_TORCH_SCORES = 1 << 23
 
 
 def query(num_rows: int) -> tuple[torch.Tensor, torch.Tensor]:
@@ -44,10 +50,55 @@ def skip_oversized(num_rows: int, num_keys: int) -> None:
         pytest.skip("more rows than keys, or more than 4 GB of scores")
 
 
+@pytest.fixture(scope="module")
+def table(request: pytest.FixtureRequest) -> Iterator[list[tuple[Any, ...]]]:
+    """Rows (kind, R, T, bytes, flops, our seconds, torch's or None) that are printed at the end."""
+    rows: list[tuple[Any, ...]] = []
+    yield rows
+    if not rows:
+        return
+    reporter = request.config.pluginmanager.get_plugin("terminalreporter")
+    bandwidth = READ_BANDWIDTH.get(torch.cuda.get_device_name())
+    reporter.write_line("")
+    for kind, num_rows, num_keys, num_bytes, num_flops, ours, library in rows:
+        line = f"{kind:15} {num_rows:4} x {num_keys:7}: {ours * 1e6:8.2f} us"
+        if library is not None:
+            line += f", torch {library * 1e6:8.2f}, {library / ours:5.1f}x"
+        if bandwidth:
+            line += f", {num_bytes / bandwidth / ours:4.0%} of the floor"
+        reporter.write_line(f"{line}, {num_flops / ours / 1e12:4.0f} TFLOP/s")
+
+
+def note_times(
+    table: list, benchmark: Any, kind: str, num_rows: int, num_keys: int, num_bytes: float
+) -> None:
+    """Measure torch beside what was just measured."""
+    if not IS_GPU or benchmark.disabled:
+        return
+    ours = benchmark.extra_info["median_us"] * 1e-6
+    library = None
+    if num_rows * num_keys <= MAX_TORCH_SCORES:
+        copies = cold_copies(num_keys * HEAD_DIM * 2)
+        keys = torch.randn(copies, num_keys, HEAD_DIM, device=device(), dtype=torch.bfloat16)
+        q, weights = query(num_rows)
+        weights = weights.bfloat16()
+
+        def scores(k_TD: torch.Tensor) -> torch.Tensor:
+            products = torch.relu(q.flatten(0, 1) @ k_TD.T).view(num_rows, NUM_HEADS, num_keys)
+            return torch.einsum("rh,rht->rt", weights, products)
+
+        library = statistics.median(time_replays(scores, [(k,) for k in keys]))
+        benchmark.extra_info["times_library"] = library / ours
+    num_flops = flops(causal_lengths(num_rows, num_keys))
+    table.append((kind, num_rows, num_keys, num_bytes, num_flops, ours, library))
+
+
 @pytest.mark.parametrize("kind", ["fp8", "bf16"])
 @pytest.mark.parametrize("num_rows", NUM_ROWS)
 @pytest.mark.parametrize("num_keys", LENGTHS)
-def test_indexer_scores_paged(gpu_bench: Any, num_keys: int, num_rows: int, kind: str) -> None:
+def test_indexer_scores_paged(
+    gpu_bench: Any, benchmark: Any, table: list, num_keys: int, num_rows: int, kind: str
+) -> None:
     """Each call reads other pages of one pool, through a block table of its own."""
     skip_oversized(num_rows, num_keys)
     page_bytes = PAGE * (HEAD_DIM + 4 if kind == "fp8" else 2 * HEAD_DIM)
@@ -67,25 +118,28 @@ def test_indexer_scores_paged(gpu_bench: Any, num_keys: int, num_rows: int, kind
     else:
         pool = torch.randn(1, PAGE, HEAD_DIM, device=device()).bfloat16()
         pool = pool.repeat(num_pages, 1, 1)
-    tables = torch.randperm(num_pages, device=device()).int().reshape(copies, 1, pages_each)
+    block_tables = torch.randperm(num_pages, device=device()).int().reshape(copies, 1, pages_each)
     lengths = causal_lengths(num_rows, num_keys)
 
-    def scores(table: torch.Tensor) -> torch.Tensor:
+    def scores(block_table: torch.Tensor) -> torch.Tensor:
         return indexer_scores_paged(
-            q, weights, pool, table, lengths, num_keys, rows_per_sequence=num_rows
+            q, weights, pool, block_table, lengths, num_keys, rows_per_sequence=num_rows
         )
 
     moved = pages_each * page_bytes + num_rows * num_keys * 4
-    inputs = [(table,) for table in tables]
+    inputs = [(block_table,) for block_table in block_tables]
     result = gpu_bench(
         scores, inputs, bytes_moved=moved, flops=flops(lengths), note="keys cold, q hot"
     )
     assert result[..., 0].isfinite().all()
+    note_times(table, benchmark, f"{kind} pages", num_rows, num_keys, moved)
 
 
 @pytest.mark.parametrize("num_rows", NUM_ROWS)
 @pytest.mark.parametrize("num_keys", LENGTHS)
-def test_indexer_scores_contiguous(gpu_bench: Any, num_keys: int, num_rows: int) -> None:
+def test_indexer_scores_contiguous(
+    gpu_bench: Any, benchmark: Any, table: list, num_keys: int, num_rows: int
+) -> None:
     """The exact tier over a static cache, bf16."""
     skip_oversized(num_rows, num_keys)
     copies = cold_copies(num_keys * HEAD_DIM * 2)
@@ -102,3 +156,4 @@ def test_indexer_scores_contiguous(gpu_bench: Any, num_keys: int, num_rows: int)
         scores, inputs, bytes_moved=moved, flops=flops(lengths), note="keys cold, q hot"
     )
     assert result[..., 0].isfinite().all()
+    note_times(table, benchmark, "bf16 contiguous", num_rows, num_keys, moved)

@@ -2,20 +2,23 @@
 
     pytest tests/benchmarks/test_topk_benchmark.py --benchmark-enable
 
-Scores are hot where they fit in L2: the indexer has just written them. `times_floor` is against
-reading each score once from device memory, so hot rows may be below 1.
+A table ends the run: microseconds, times torch.topk, and how much of the byte floor is reached.
+Scores are hot where they fit in L2: the indexer has just written them. The floor is reading each
+score once from device memory, so hot rows may exceed it. Launches follow each other by programmatic
+dependent launch.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import statistics
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
 import torch
 
 from glm_compile.ops.topk import topk_plan, topk_select
-from tests.benchmarks.conftest import device
+from tests.benchmarks.conftest import READ_BANDWIDTH, device, time_replays
 from tests.ops import topk_oracle
 
 IS_GPU = device() == "cuda"
@@ -49,35 +52,72 @@ def torch_topk(scores: torch.Tensor, lengths: torch.Tensor, plan: torch.Tensor) 
     return scores.topk(K, dim=-1).indices.int()
 
 
-def run(gpu_bench: Any, fn: Callable[..., torch.Tensor], scores: torch.Tensor) -> None:
+@pytest.fixture(scope="module")
+def table(request: pytest.FixtureRequest) -> Iterator[list[tuple[Any, ...]]]:
+    """Rows (what, R, T, our seconds, torch's or None) that are printed at the end."""
+    rows: list[tuple[Any, ...]] = []
+    yield rows
+    if not rows:
+        return
+    reporter = request.config.pluginmanager.get_plugin("terminalreporter")
+    bandwidth = READ_BANDWIDTH.get(torch.cuda.get_device_name())
+    reporter.write_line("")
+    for what, num_rows, num_keys, ours, library in rows:
+        line = f"{what:12} {num_rows:4} x {num_keys:7}: {ours * 1e6:7.2f} us"
+        if library is not None:
+            line += f", torch.topk {library * 1e6:8.2f}, {library / ours:5.2f}x"
+        if bandwidth:
+            line += f", {_bytes(num_rows, num_keys) / bandwidth / ours:4.0%} of the floor"
+        reporter.write_line(line)
+
+
+def _bytes(num_rows: int, num_keys: int) -> int:
+    return num_rows * (num_keys + K) * 4
+
+
+def run(
+    gpu_bench: Any, fn: Callable[..., torch.Tensor], scores: torch.Tensor
+) -> tuple[torch.Tensor, ...]:
+    """Measure; compare with torch; return the arguments of a call."""
     num_rows, num_keys = scores.shape
     lengths = torch.full((num_rows,), num_keys, dtype=torch.int32, device=scores.device)
     arguments = (scores, lengths, topk_plan(lengths, K))
-    moved = scores.numel() * 4 + num_rows * K * 4
+    moved = _bytes(num_rows, num_keys)
     selected = gpu_bench(fn, [arguments], bytes_moved=moved, note="scores hot")
-    if fn is not torch_topk:
-        checked = slice(0, CHECKED_ROWS)
-        topk_oracle.assert_same_scores_as_torch(selected[checked], scores[checked], lengths)
+    checked = slice(0, CHECKED_ROWS)
+    topk_oracle.assert_same_scores_as_torch(selected[checked], scores[checked], lengths)
+    return arguments
 
 
 SHAPES = [(r, t) for r in ROW_COUNTS for t in LENGTHS if r * t <= MOST_SCORES]
 
 
-@pytest.mark.parametrize("fn", [glm, torch_topk], ids=["glm", "torch"])
 @pytest.mark.parametrize(("num_rows", "num_keys"), SHAPES)
-def test_topk(
-    gpu_bench: Any, num_rows: int, num_keys: int, fn: Callable[..., torch.Tensor]
-) -> None:
-    run(gpu_bench, fn, ROWS["normal"](num_rows, num_keys))
+def test_topk(gpu_bench: Any, benchmark: Any, table: list, num_rows: int, num_keys: int) -> None:
+    arguments = run(gpu_bench, glm, ROWS["normal"](num_rows, num_keys))
+    if not IS_GPU or benchmark.disabled:
+        return
+    library = statistics.median(time_replays(torch_topk, [arguments]))
+    ours = benchmark.extra_info["median_us"] * 1e-6
+    benchmark.extra_info["times_library"] = library / ours
+    table.append(("normal", num_rows, num_keys, ours, library))
 
 
 @pytest.mark.skipif(not IS_GPU, reason="needs a CUDA device")
 @pytest.mark.parametrize("num_keys", LENGTHS)
-def test_topk_decode_triton(gpu_bench: Any, num_keys: int) -> None:
+def test_topk_decode_triton(gpu_bench: Any, benchmark: Any, table: list, num_keys: int) -> None:
     run(gpu_bench, triton, ROWS["normal"](DECODE_ROWS, num_keys))
+    if not benchmark.disabled:
+        ours = benchmark.extra_info["median_us"] * 1e-6
+        table.append(("in Triton", DECODE_ROWS, num_keys, ours, None))
 
 
 @pytest.mark.parametrize("kind", [kind for kind in ROWS if kind != "normal"])
 @pytest.mark.parametrize("num_keys", LENGTHS)
-def test_topk_decode_adversarial(gpu_bench: Any, num_keys: int, kind: str) -> None:
+def test_topk_decode_adversarial(
+    gpu_bench: Any, benchmark: Any, table: list, num_keys: int, kind: str
+) -> None:
     run(gpu_bench, glm, ROWS[kind](DECODE_ROWS, num_keys))
+    if IS_GPU and not benchmark.disabled:
+        ours = benchmark.extra_info["median_us"] * 1e-6
+        table.append((kind, DECODE_ROWS, num_keys, ours, None))
