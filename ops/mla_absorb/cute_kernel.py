@@ -49,19 +49,23 @@ class Variant:
 
     Attributes:
         num_reduced: K.
+        num_features: out features of a head.
         tile: out features of a block.
         is_transposed: the matrix has its out features along its rows: W_UK.
         row_blocks: of 8 rows; 1 or 2.
         num_copied: P, values of each head to copy behind the product.
         use_pdl: ask for the matrix before the kernels ahead have ended.
+        lets_in_early: let dependents in before the kernels ahead have ended.
     """
 
     num_reduced: int
+    num_features: int
     tile: int
     is_transposed: bool
     row_blocks: int = 1
     num_copied: int = 0
     use_pdl: bool = True
+    lets_in_early: bool = False
 
     @property
     def num_warps(self) -> int:
@@ -82,7 +86,9 @@ class MlaAbsorbKernel:
         self.box_bytes = self.box_rows * _LINE_BYTES
         self.part_bytes = self.num_boxes * self.box_bytes
         self.num_outputs = -(-self.num_rows * v.tile // 2 // self.num_threads)
-        self.num_copies = -(-self.num_rows * v.num_copied // self.num_threads)
+        # The blocks of a head share the copies out.
+        self.copy_stride = self.num_threads * (v.num_features // v.tile)
+        self.num_copies = -(-self.num_rows * v.num_copied // self.copy_stride)
 
     @cute.jit
     def __call__(
@@ -93,7 +99,6 @@ class MlaAbsorbKernel:
         output: cute.Tensor,
         head_rows: Int32,
         skipped_rows: Int32,
-        num_features: Int32,
         stream: Any,
     ) -> None:
         v = self.v
@@ -107,8 +112,8 @@ class MlaAbsorbKernel:
         )
         num_heads = output.shape[1]
         num_blocks = (output.shape[0] + self.num_rows - 1) // self.num_rows
-        self.kernel(atom, coords, x, copied, output, head_rows, skipped_rows, num_features).launch(
-            grid=(num_features // v.tile, num_heads, num_blocks),
+        self.kernel(atom, coords, x, copied, output, head_rows, skipped_rows).launch(
+            grid=(v.num_features // v.tile, num_heads, num_blocks),
             block=(self.num_threads, 1, 1),
             stream=stream,
             use_pdl=v.use_pdl,
@@ -124,7 +129,6 @@ class MlaAbsorbKernel:
         output: cute.Tensor,
         head_rows: Int32,
         skipped_rows: Int32,
-        num_features: Int32,
     ) -> None:
         v = self.v
         tid, _, _ = cute.arch.thread_idx()
@@ -169,17 +173,18 @@ class MlaAbsorbKernel:
             cute.copy(atom, source, to[None, warp * self.num_boxes + box], tma_bar_ptr=is_full)
 
         # Everything below may come from the kernel ahead.
+        if cutlass.const_expr(v.lets_in_early):
+            cute.arch.griddepcontrol_launch_dependents()
         cute.arch.griddepcontrol_wait()
-        cute.arch.griddepcontrol_launch_dependents()
+        if cutlass.const_expr(not v.lets_in_early):
+            cute.arch.griddepcontrol_launch_dependents()
         first_of_block = row_block * self.num_rows
         num_rows = cutlass.min(output.shape[0] - first_of_block, self.num_rows)
         x_parts = self._load_rows(x, head, first_of_block, num_rows, warp, lane)
+        kept = []
         if cutlass.const_expr(v.num_copied > 0):
-            # One block of each head.
-            num_rows_copied = num_rows * Int32(block == 0)
-            self._copy_rows(
-                copied, output, head, first_of_block, num_rows_copied, num_features, tid
-            )
+            first_copy = block * self.num_threads + tid
+            kept = self._load_copied(copied, head, first_of_block, num_rows, first_copy)
 
         part = shared_address(boxes.iterator) + warp * self.part_bytes
         cute.arch.mbarrier_wait(is_full, 0)
@@ -191,6 +196,9 @@ class MlaAbsorbKernel:
             self._multiply_transposed(total, x_parts, part, lane)
         else:
             self._multiply(total, x_parts, part, lane)
+        if cutlass.const_expr(v.num_copied > 0):
+            first_copy = block * self.num_threads + tid
+            self._store_copied(kept, output, head, first_of_block, num_rows, first_copy)
         # Nobody else reads this part.
         cute.arch.sync_warp()
         self._put_sums(total, part, lane)
@@ -250,24 +258,32 @@ class MlaAbsorbKernel:
         return loaded
 
     @cute.jit
-    def _copy_rows(self, copied, output, head, first_row, num_rows, num_features, tid) -> None:
+    def _load_copied(self, copied, head, first_row, num_rows, first_copy) -> list:
+        """This thread's share of what is copied."""
+        v = self.v
+        kept = []
+        for i in cutlass.range_constexpr(self.num_copies):
+            index = first_copy + i * self.copy_stride
+            row = index // v.num_copied
+            wanted = Int32(row < num_rows)
+            source = self._row_offset(copied, first_row + row * wanted, head)
+            source += Int64(index % v.num_copied) * Int64(copied.stride[3])
+            kept.append(_load_half(copied.iterator.toint() + source * 2, wanted))
+        return kept
+
+    @cute.jit
+    def _store_copied(self, kept, output, head, first_row, num_rows, first_copy) -> None:
         v = self.v
         for i in cutlass.range_constexpr(self.num_copies):
-            index = tid + i * self.num_threads
+            index = first_copy + i * self.copy_stride
             row = index // v.num_copied
-            at = index % v.num_copied
             if row < num_rows:
-                number = first_row + row
-                source = self._row_offset(copied, number, head)
-                source += Int64(at) * Int64(copied.stride[3])
                 target = (
-                    Int64(number) * Int64(output.stride[0])
+                    Int64(first_row + row) * Int64(output.stride[0])
                     + Int64(head) * Int64(output.stride[1])
-                    + Int64(num_features + at)
+                    + Int64(v.num_features + index % v.num_copied)
                 )
-                _copy_half(
-                    copied.iterator.toint() + source * 2, output.iterator.toint() + target * 2
-                )
+                _store_half(output.iterator.toint() + target * 2, kept[i])
 
     def _multiply_transposed(self, total, x_parts, part, lane) -> None:
         """Rows of the matrix are the reduction: fragments come out of ldmatrix turned."""
@@ -346,11 +362,22 @@ def _store_word(address: Int64, value: Int32) -> None:
     inline_ptx("st.global.b32 [{$r0}], {$r1};", read_only_args=[address, value])
 
 
-def _copy_half(source: Int64, to: Int64) -> None:
-    """Copy one 16-bit value of global memory."""
+def _load_half(address: Int64, is_wanted: Int32) -> Int32:
+    """A 16-bit value of global memory, or anything where it is not wanted."""
+    return inline_ptx(
+        "{\n.reg .pred wanted;\n.reg .b16 value, none;\nsetp.ne.s32 wanted, {$r1}, 0;\n"
+        "mov.b16 none, 0;\nmov.b16 value, 0;\n@wanted ld.global.b16 value, [{$r0}];\n"
+        "mov.b32 {$w0}, {value, none};\n}",
+        write_only_types=[Int32],
+        read_only_args=[address, is_wanted],
+    )
+
+
+def _store_half(address: Int64, value: Int32) -> None:
+    """Store the low half of a word."""
     inline_ptx(
-        "{\n.reg .b16 value;\nld.global.b16 value, [{$r0}];\nst.global.b16 [{$r1}], value;\n}",
-        read_only_args=[source, to],
+        "{\n.reg .b16 low, high;\nmov.b32 {low, high}, {$r1};\nst.global.b16 [{$r0}], low;\n}",
+        read_only_args=[address, value],
     )
 
 
@@ -384,7 +411,6 @@ def compile_variant(variant: Variant, arch: str, options: str = "") -> Any:
         tensor(3, 4, 2, 1),
         Int32(1),
         Int32(1),
-        Int32(1),
         arch=arch,
         options=options,
     )
@@ -400,10 +426,9 @@ def _run(
     copied_BSHP: torch.Tensor | None,
     kv_b_weight: torch.Tensor,
     output: torch.Tensor,
-    num_features: int,
     variant: Variant,
 ) -> None:
-    """Launch the kernel; `output` is [..., H, num_features + P]."""
+    """Launch the kernel; `output` is [..., H, F + P]."""
     num_heads = x_BSHK.shape[2]
     head_rows = kv_b_weight.shape[0] // num_heads
     _compiled(variant, arch_of(output.device))(
@@ -412,8 +437,7 @@ def _run(
         kv_b_weight,
         output.view(-1, *output.shape[-2:]),
         head_rows,
-        0 if variant.is_transposed else head_rows - num_features,
-        num_features,
+        0 if variant.is_transposed else head_rows - variant.num_features,
     )
 
 
@@ -440,6 +464,7 @@ def absorb_query_cute(
     kv_b_weight: torch.Tensor,
     *,
     tile: int | None = None,
+    lets_in_early: bool = False,
 ) -> torch.Tensor:
     """Launch the kernel; `tile` overrides the choice of `config`."""
     rank = kv_b_weight.shape[1]
@@ -451,18 +476,25 @@ def absorb_query_cute(
     x_BSHN = _with_batch(q_nope)
     variant = Variant(
         num_reduced=num_nope,
+        num_features=rank,
         tile=tile or query_tile(num_heads, rank),
         is_transposed=True,
         row_blocks=_row_blocks(x_BSHN),
         num_copied=num_copied,
+        lets_in_early=lets_in_early,
     )
     copied = _with_batch(q_rot) if num_copied else None
-    _run(x_BSHN, copied, kv_b_weight, output, rank, variant)
+    _run(x_BSHN, copied, kv_b_weight, output, variant)
     return output
 
 
 def project_values_cute(
-    o: torch.Tensor, kv_b_weight: torch.Tensor, num_values: int, *, tile: int | None = None
+    o: torch.Tensor,
+    kv_b_weight: torch.Tensor,
+    num_values: int,
+    *,
+    tile: int | None = None,
+    lets_in_early: bool = False,
 ) -> torch.Tensor:
     """Launch the kernel; `tile` overrides the choice of `config`."""
     num_heads, rank = o.shape[-2:]
@@ -472,9 +504,11 @@ def project_values_cute(
     x_BSHL = _with_batch(o)
     variant = Variant(
         num_reduced=rank,
+        num_features=num_values,
         tile=tile or value_tile(num_heads, num_values),
         is_transposed=False,
         row_blocks=_row_blocks(x_BSHL),
+        lets_in_early=lets_in_early,
     )
-    _run(x_BSHL, None, kv_b_weight, output, num_values, variant)
+    _run(x_BSHL, None, kv_b_weight, output, variant)
     return output
