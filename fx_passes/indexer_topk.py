@@ -103,7 +103,7 @@ class IndexerTopk:
     def _replace(
         self, graph: fx.Graph, anchor: fx.Node, scores: IndexScores, read: KeyRead
     ) -> None:
-        _, lengths, starts, key_mask, k, pad_valid = layouts.args(anchor)
+        _, lengths, starts, key_mask, k = layouts.args(anchor)
         glm = torch.ops.glm
         build = Builder(graph, anchor, anchor)
         sizes = scores.sizes
@@ -158,15 +158,5 @@ class IndexerTopk:
             glm.topk_select.default, scores_RT, lengths_R, width, starts_R, None, None, 1, 64, ""
         )
         selected = build.view(selected, [batch, tokens, width])
-        if pad_valid:
-            selected = _pad_with_first(build, selected)
         anchor.replace_all_uses_with(selected)
         erase_dead(graph, [anchor])
-
-
-def _pad_with_first(build: Builder, selected_BSK: fx.Node) -> fx.Node:
-    """Fill the -1 of short rows with the row's first selected position, for who scatters them."""
-    first = build.call(aten.slice.Tensor, selected_BSK, -1, 0, 1)
-    first = build.call(aten.clamp_min.default, first, 0)
-    is_empty = build.call(aten.lt.Scalar, selected_BSK, 0)
-    return build.call(aten.where.self, is_empty, first, selected_BSK)

@@ -10,6 +10,10 @@ models/glm_moe_dsa/modeling_glm_moe_dsa.py:
                         -> glm.attention
                         -> glm.indexed_attention(q, k, v, topk, lengths, starts, key_mask)
 
+A selection that was made with the attention's own bounds holds nothing beyond them, so they are
+left out there: attention takes exactly what is selected. Whoever else reads a selection (a scatter
+that was not replaced, the caller) gets it without the -1 of short rows.
+
 A key p of query token s is valid iff starts[b, s] <= p < lengths[b, s] and key_mask[b, s, p].
 Routes:
 
@@ -144,6 +148,7 @@ class _Prover:
         for consumer in indexers:
             if id(consumer) in bounds:
                 self._replace_indexer(consumer, bounds[id(consumer)])
+        self._drop_implied_bounds()
         if self.result.num_matches:
             eliminate_dead_code(self.graph)
             self.graph.lint()
@@ -344,21 +349,12 @@ class _Prover:
             return
         indices = list(topk.users)
         outputs = [user for index in indices for user in index.users if is_int32_cast(user)]
-        pad_valid = any(
-            not takes_short_rows(user, node)
-            for node in (*indices, *outputs)
-            for user in node.users
-            if user not in outputs
-        )
         like = outputs[0] if outputs else indices[0]
         with self.graph.inserting_before(topk):
             call = insert_call(
                 self.graph,
                 torch.ops.glm.masked_topk.default,
-                (
-                    *(consumer.scores, bounds.lengths, bounds.starts, bounds.key_mask),
-                    *(k, pad_valid),
-                ),
+                (consumer.scores, bounds.lengths, bounds.starts, bounds.key_mask, k),
                 like,
             )
         for output in outputs:
@@ -370,9 +366,36 @@ class _Prover:
                     wide = insert_call(self.graph, "to", (call, torch.int64), like)
                 index.replace_all_uses_with(wide)
             self.graph.erase_node(index)
+        self._fill_short_rows(call)
         self.graph.erase_node(topk)
         self.result.num_indexers += 1
         self._count(consumer)
+
+    def _fill_short_rows(self, selection: fx.Node) -> None:
+        """Give those who would scatter with a row's -1 its last position instead (0 if none)."""
+        users = [user for user in selection.users if not takes_short_rows(user, selection)]
+        if not users:
+            return
+
+        def call(target: Any, *args: Any) -> fx.Node:
+            return insert_call(self.graph, target, args, selection)
+
+        with self.graph.inserting_before(selection.next):
+            last = call("clamp_min", call("amax", selection, -1, True), 0)
+            filled = call(torch.where, call(torch.lt, selection, 0), last, selection)
+        for user in users:
+            user.replace_input_with(selection, filled)
+
+    def _drop_implied_bounds(self) -> None:
+        """Leave out bounds that the selection was made with."""
+        for node in self.graph.nodes:
+            if node.target is not torch.ops.glm.indexed_attention.default:
+                continue
+            selection = node.args[3]
+            if selection.target is torch.ops.glm.masked_topk.default:
+                _scores, *bounds, _k = selection.args
+                if bounds == list(node.args[4:7]):
+                    node.args = (*node.args[:4], None, None, None, *node.args[7:])
 
     def _count(self, consumer: _Consumer) -> None:
         self.result.num_matches += 1

@@ -22,6 +22,8 @@ _MODEL_CLASSES = "GlmMoeDsa"
 _INDEXER_CLASS = "GlmMoeDsaIndexer"
 _ATTENTION_CLASS = "GlmMoeDsaAttention"
 _VIEWS = ("view", "reshape", "flatten", "unsqueeze", "squeeze", "contiguous")
+# Attention over latents reads its weight, and its linear goes.
+_EXPANSION = "kv_b_proj"
 _CASTS = ("to", "type", "float", "half", "bfloat16")
 
 
@@ -50,6 +52,16 @@ class LinearFacts:
         """Whether it joins what else reads the same input."""
         return self.is_dense and not self.has_bias and "lora_" not in self.name
 
+    @property
+    def is_bf16(self) -> bool:
+        """Whether weight and input are bf16."""
+        return self.dtype == self.input_dtype == torch.bfloat16
+
+    @property
+    def is_expansion(self) -> bool:
+        """Whether it expands latents to keys and values of every head."""
+        return self.name.rpartition(".")[2] == _EXPANSION
+
 
 @dataclass(frozen=True)
 class GraphFacts:
@@ -61,7 +73,7 @@ class GraphFacts:
         num_indexers: calls of indexers.
         num_attentions: calls of attention.
         linears: the calls of linears over a parameter.
-        num_linear_norms: norms of a linear's output that only bf16 linears read.
+        linear_norms: for each norm of a linear's output that only linears read, these.
         has_fp8_keys: whether the cache stores FP8 index keys.
         is_model_code: whether code of the model made any node.
     """
@@ -71,7 +83,7 @@ class GraphFacts:
     num_indexers: int
     num_attentions: int
     linears: tuple[LinearFacts, ...]
-    num_linear_norms: int
+    linear_norms: tuple[tuple[LinearFacts, ...], ...]
     has_fp8_keys: bool
     is_model_code: bool
 
@@ -90,30 +102,35 @@ class GraphFacts:
 
     def expected(self, disabled: frozenset[str]) -> dict[str, int]:
         """Regions that the passes must find, by report key."""
-        groups = self._groups() if "merge_linears" not in disabled else []
+        has_expansions = "sparse_mla" in disabled or not self.num_attentions
+        linears = [linear for linear in self.linears if has_expansions or not linear.is_expansion]
+        groups = _groups(linears) if "merge_linears" not in disabled else []
         grouped = {id(linear) for group in groups for linear in group}
-        is_bf16 = [
-            linear
-            for linear in self.linears
-            if linear.dtype == linear.input_dtype == torch.bfloat16 and id(linear) not in grouped
+        is_bf16 = [linear for linear in linears if linear.is_bf16 and id(linear) not in grouped]
+        norms = [
+            readers
+            for readers in self.linear_norms
+            if all(linear.is_bf16 and linear in linears for linear in readers)
         ]
         counts = {
             "mask": self.num_attentions + self.num_indexers,
             "indexer_prologue": self.num_indexers,
             "indexer_topk": self.num_indexers,
+            "sparse_mla": self.num_attentions,
             "merge_linears": len(groups),
             "bf16_linear": len(is_bf16),
-            "rms_norm_linear": self.num_linear_norms,
+            "rms_norm_linear": len(norms),
         }
         return {name: counts[name] for name in PASS_NAMES if name not in disabled}
 
-    def _groups(self) -> list[list[LinearFacts]]:
-        """Linears that read one input, of one dtype, over at least two weights."""
-        groups: dict[tuple[str, torch.dtype], list[LinearFacts]] = {}
-        for linear in self.linears:
-            if linear.is_mergeable:
-                groups.setdefault((linear.source, linear.dtype), []).append(linear)
-        return [group for group in groups.values() if len({linear.name for linear in group}) > 1]
+
+def _groups(linears: Sequence[LinearFacts]) -> list[list[LinearFacts]]:
+    """Linears that read one input, of one dtype, over at least two weights."""
+    groups: dict[tuple[str, torch.dtype], list[LinearFacts]] = {}
+    for linear in linears:
+        if linear.is_mergeable:
+            groups.setdefault((linear.source, linear.dtype), []).append(linear)
+    return [group for group in groups.values() if len({linear.name for linear in group}) > 1]
 
 
 def read_facts(graph_module: fx.GraphModule) -> GraphFacts:
@@ -122,7 +139,7 @@ def read_facts(graph_module: fx.GraphModule) -> GraphFacts:
     calls: dict[str, set[str]] = {_INDEXER_CLASS: set(), _ATTENTION_CLASS: set()}
     layers: set[str] = set()
     linears = []
-    norms: set[fx.Node] = set()
+    norms: dict[fx.Node, tuple[LinearFacts, ...]] = {}
     has_fp8_keys = is_model_code = False
     used = _used_nodes(graph_module.graph)
     for node in graph_module.graph.nodes:
@@ -145,8 +162,10 @@ def read_facts(graph_module: fx.GraphModule) -> GraphFacts:
             if linear is not None:
                 linears.append(linear)
                 source = _read_from(node.all_input_nodes[0], _VIEWS + _CASTS)
-                if _is_norm_of_linear(source) and _feeds_bf16_linears_only(source, used):
-                    norms.add(source)
+                if source not in norms and _is_norm_of_linear(source):
+                    readers = _readers(source, used)
+                    if readers is not None:
+                        norms[source] = readers
         elif "fp8" in getattr(node.target, "__name__", "") and "paged" in str(node.target):
             has_fp8_keys = True
     return GraphFacts(
@@ -155,7 +174,7 @@ def read_facts(graph_module: fx.GraphModule) -> GraphFacts:
         len(calls[_INDEXER_CLASS]),
         len(calls[_ATTENTION_CLASS]),
         tuple(linears),
-        len(norms),
+        tuple(norms.values()),
         has_fp8_keys,
         is_model_code or bool(classes),
     )
@@ -253,18 +272,21 @@ def _is_linear(node: fx.Node) -> bool:
     return node.op == "call_function" and node.target is torch.nn.functional.linear
 
 
-def _feeds_bf16_linears_only(node: fx.Node, used: set[fx.Node]) -> bool:
+def _readers(node: fx.Node, used: set[fx.Node]) -> tuple[LinearFacts, ...] | None:
+    """The linears that read a node; None if anything else does."""
+    readers: list[LinearFacts] = []
     for user in node.users:
         if user not in used:
             continue
         if user.op == "call_method" and user.target in _VIEWS + _CASTS:
-            if not _feeds_bf16_linears_only(user, used):
-                return False
-            continue
-        linear = _read_linear(user) if _is_linear(user) else None
-        if linear is None or not linear.dtype == linear.input_dtype == torch.bfloat16:
-            return False
-    return True
+            found = _readers(user, used)
+        else:
+            linear = _read_linear(user) if _is_linear(user) else None
+            found = None if linear is None else (linear,)
+        if found is None:
+            return None
+        readers += found
+    return tuple(readers)
 
 
 def _dtype_of(node: fx.Node) -> torch.dtype | None:

@@ -12,16 +12,17 @@ from glm_compile.fx_passes.base import INDEXER_DTYPES
 
 INNER_COMPILERS = ("inductor", "eager", "tensorrt")
 # Report keys, in the order in which the report lists them; each can be disabled. Without `mask`
-# nothing tells the index scores' bounds, so the two indexer rewrites go with it.
+# nothing tells which keys an indexer or an attention call may see, so their rewrites go with it.
 PASS_NAMES = (
     "mask",
     "indexer_prologue",
     "indexer_topk",
+    "sparse_mla",
     "merge_linears",
     "bf16_linear",
     "rms_norm_linear",
 )
-NEEDS_MASK = ("indexer_prologue", "indexer_topk")
+NEEDS_MASK = ("indexer_prologue", "indexer_topk", "sparse_mla")
 
 
 class _Default(str):

@@ -62,6 +62,7 @@ class Step:
     def __init__(
         self, model, cache: str | None, query_len: int, batch_size: int = 1, *, padding: int = 0
     ) -> None:
+        self.arguments = cache, query_len, batch_size
         self.ids = tokens(batch_size, NUM_CACHED + query_len)
         self.num_cached = NUM_CACHED if cache is not None else 0
         self.mask = None
@@ -90,6 +91,13 @@ class Step:
             logits = torch.cat((logits[0, self.padding :], logits[1:].flatten(0, 1)))
         return logits, cache
 
+    def exact(self, model) -> torch.Tensor | None:
+        """Logits of the same step, prompt included, in float32; None for a float32 model."""
+        if model.dtype == torch.float32:
+            return None
+        wide = copy.deepcopy(model).float()
+        return Step(wide, *self.arguments, padding=self.padding).run(wide)[0]
+
 
 def compile_model(model, **options: Any):
     """The model compiled with the passes-only inner compiler unless told otherwise."""
@@ -114,16 +122,21 @@ def final_text(report: CompileReport) -> str:
     return "\n".join(last.values())
 
 
-def assert_logits_close(actual: torch.Tensor, expected: torch.Tensor) -> None:
-    """Tight in float32; in bf16 up to rounding, with the argmax equal where it is no near tie."""
+def assert_logits_close(
+    actual: torch.Tensor, expected: torch.Tensor, exact: torch.Tensor | None
+) -> None:
+    """Tight in float32; in bf16 as near the float32 model as the eager model is, up to twice.
+
+    In bf16 some rows of a small model select another key or expert, of the eager model as well, and
+    are off by more than rounding: a median over the logits leaves them out.
+
+    Args:
+        exact: of `Step.exact`.
+    """
     assert actual.dtype == expected.dtype
-    actual, expected, is_fp32 = actual.double(), expected.double(), expected.dtype == torch.float32
-    if is_fp32:
+    actual, expected = actual.double(), expected.double()
+    if exact is None:
         torch.testing.assert_close(actual, expected, atol=2e-5, rtol=1e-4)
         return
-    scale = expected.std()
-    assert (actual - expected).abs().median() < 0.03 * scale
-    top = expected.topk(2, dim=-1).values
-    is_clear = top[..., 0] - top[..., 1] > 0.3 * scale
-    is_equal = actual.argmax(-1) == expected.argmax(-1)
-    assert bool(is_equal[is_clear].all())
+    ours, theirs = ((logits - exact).abs().median() for logits in (actual, expected))
+    assert ours <= 2 * theirs + 0.01 * exact.std()

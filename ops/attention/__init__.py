@@ -54,7 +54,7 @@ def indexed_attention(
     k_BATD: torch.Tensor,
     v_BATD: torch.Tensor,
     topk_BSK: torch.Tensor,
-    lengths_BS: torch.Tensor,
+    lengths_BS: torch.Tensor | None,
     starts_BS: torch.Tensor | None = None,
     key_mask: torch.Tensor | None = None,
     *,
@@ -70,7 +70,7 @@ def indexed_attention(
     Args:
         topk_BSK: positions, int32 or int64; -1 (and any other value outside [0, T)) is ignored,
             repeated positions count once.
-        lengths_BS, starts_BS: int32 or int64, bounds per query token.
+        lengths_BS, starts_BS: int32 or int64, bounds per query token; None for none.
         key_mask: bool, broadcastable to [B, S, T]; its last axis may be longer than T.
 
     Returns:
@@ -81,7 +81,7 @@ def indexed_attention(
     check_key_mask(op, key_mask, batch_size, num_queries, k_BATD.shape[2])
     check_rows(op, "lengths", lengths_BS, (batch_size, num_queries))
     check_rows(op, "starts", starts_BS, (batch_size, num_queries))
-    if topk_BSK.shape[:-1] != lengths_BS.shape or topk_BSK.dtype not in INDEX_DTYPES:
+    if topk_BSK.shape[:-1] != (batch_size, num_queries) or topk_BSK.dtype not in INDEX_DTYPES:
         raise ValueError(
             f"{op}: topk must be int32 or int64 [{batch_size}, {num_queries}, K], got "
             f"{topk_BSK.dtype} {tuple(topk_BSK.shape)}"
@@ -120,7 +120,7 @@ def _indexed_attention_fake(
     k: torch.Tensor,
     v: torch.Tensor,
     topk: torch.Tensor,
-    lengths: torch.Tensor,
+    lengths: torch.Tensor | None,
     starts: torch.Tensor | None,
     key_mask: torch.Tensor | None,
     scale: float,
@@ -135,7 +135,7 @@ _attention_op = register_op(
     _attention_fake,
 )
 _indexed_attention_op = register_op(
-    "indexed_attention(Tensor q, Tensor k, Tensor v, Tensor topk_BSK, Tensor lengths_BS, "
+    "indexed_attention(Tensor q, Tensor k, Tensor v, Tensor topk_BSK, Tensor? lengths_BS, "
     "Tensor? starts_BS, Tensor? key_mask, float scale, bool eager) -> Tensor",
     indexed_attention_reference,
     _indexed_attention_fake,

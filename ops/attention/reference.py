@@ -38,7 +38,7 @@ def attention_reference(
 
 def selection_mask(
     topk_BSK: torch.Tensor,
-    lengths_BS: torch.Tensor,
+    lengths_BS: torch.Tensor | None,
     starts_BS: torch.Tensor | None,
     key_mask: torch.Tensor | None,
     num_keys: int,
@@ -54,7 +54,9 @@ def selection_mask(
         (*topk.shape[:-1], num_keys + 1), dtype=torch.bool, device=topk.device
     ).scatter_(-1, topk, True)[..., :num_keys]
     positions = torch.arange(num_keys, device=topk.device)
-    valid = selected & (positions < lengths_BS[..., None])
+    valid = selected
+    if lengths_BS is not None:
+        valid &= positions < lengths_BS[..., None]
     if starts_BS is not None:
         valid &= positions >= starts_BS[..., None]
     if key_mask is not None:
@@ -67,7 +69,7 @@ def indexed_attention_reference(
     k_BATD: torch.Tensor,
     v_BATD: torch.Tensor,
     topk_BSK: torch.Tensor,
-    lengths_BS: torch.Tensor,
+    lengths_BS: torch.Tensor | None,
     starts_BS: torch.Tensor | None,
     key_mask: torch.Tensor | None,
     scale: float,

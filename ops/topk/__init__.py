@@ -120,13 +120,11 @@ def masked_topk(
     *,
     starts_BS: torch.Tensor | None = None,
     key_mask: torch.Tensor | None = None,
-    pad_valid: bool = False,
 ) -> torch.Tensor:
     """Mask, select and cast: `topk_select` of a batch, as wide as transformers' own, min(k, T).
 
     A key is selectable iff start <= p < length and key_mask allows it; otherwise the contract of
-    `topk_select` holds. Rows with fewer keys end in -1, or, with `pad_valid`, in copies of their
-    first selected position (0 if there is none), for a consumer that scatters with the result.
+    `topk_select` holds: positions ascend, and rows with fewer keys end in -1.
 
     Args:
         scores_BST: float32, bfloat16 or float16, any strides.
@@ -134,7 +132,6 @@ def masked_topk(
         k: at least 1.
         starts_BS: int32 or int64; None = 0.
         key_mask: bool, broadcastable to [B, S, T]; its last axis may be longer than T.
-        pad_valid: what a short row ends in.
 
     Returns:
         int32 [B, S, min(k, T)], contiguous.
@@ -146,7 +143,7 @@ def masked_topk(
     check_rows("topk", "lengths", lengths_BS, scores_BST.shape[:2])
     check_rows("topk", "starts", starts_BS, scores_BST.shape[:2])
     check_key_mask("topk", key_mask, *scores_BST.shape)
-    return _masked_op(scores_BST, lengths_BS, starts_BS, key_mask, k, pad_valid)
+    return _masked_op(scores_BST, lengths_BS, starts_BS, key_mask, k)
 
 
 def _check_k(k: int) -> None:
@@ -269,14 +266,13 @@ def _masked_topk(
     starts_BS: torch.Tensor | None,
     key_mask: torch.Tensor | None,
     k: int,
-    pad_valid: bool,
 ) -> torch.Tensor:
     num_batch, num_queries, num_keys = scores_BST.shape
     if key_mask is not None:
         is_allowed = expand_key_mask(key_mask, num_batch, num_queries, num_keys)
         scores_BST = scores_BST.masked_fill(~is_allowed, float("-inf"))
     num_rows = num_batch * num_queries
-    selected = _topk_select(
+    return _topk_select(
         scores_BST.reshape(num_rows, num_keys),
         lengths_BS.reshape(num_rows),
         min(k, num_keys),
@@ -287,9 +283,6 @@ def _masked_topk(
         64,
         "",
     ).view(num_batch, num_queries, min(k, num_keys))
-    if pad_valid:
-        selected = torch.where(selected < 0, selected[..., :1].clamp(min=0), selected)
-    return selected
 
 
 def _masked_topk_fake(
@@ -298,7 +291,6 @@ def _masked_topk_fake(
     starts_BS: torch.Tensor | None,
     key_mask: torch.Tensor | None,
     k: int,
-    pad_valid: bool,
 ) -> torch.Tensor:
     num_batch, num_queries, num_keys = scores_BST.shape
     width = torch.sym_min(k, num_keys)
@@ -318,7 +310,7 @@ _plan_op = register_op(
 )
 _masked_op = register_op(
     "masked_topk(Tensor scores_BST, Tensor lengths_BS, Tensor? starts_BS, Tensor? key_mask, "
-    "SymInt k, bool pad_valid) -> Tensor",
+    "SymInt k) -> Tensor",
     _masked_topk,
     _masked_topk_fake,
 )

@@ -151,7 +151,7 @@ def mark_indexer_topk(gm: fx.GraphModule) -> None:
             )
             new = graph.call_function(
                 torch.ops.glm.masked_topk.default,
-                (scores, lengths, None, key_mask, node.args[1], True),
+                (scores, lengths, None, key_mask, node.args[1]),
             )
         new.meta = dict(result.meta)
         result.replace_all_uses_with(new)

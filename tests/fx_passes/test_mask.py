@@ -52,13 +52,19 @@ def padding(name: str, length: int) -> torch.Tensor | None:
     return mask
 
 
+def attention_bounds(graph: Any) -> list[list[Any]]:
+    """Lengths, starts and key mask of each attention call."""
+    return [list(node.args[4:7]) for node in calls(graph, GLM.indexed_attention.default)]
+
+
 def assert_rewritten(recorder: Recorder, route: str, queries: int, num_attention: int = 2) -> None:
     result = recorder.mask
     assert recorder.marked[-1].declined == [] and result.declined == []
     assert (result.route, result.num_attention, result.num_indexers) == (route, num_attention, 1)
     assert result.num_matches == len(result.matched) == num_attention + 1
     graph = recorder.graphs[-1]
-    assert len(calls(graph, GLM.indexed_attention.default)) == num_attention
+    # What was selected within the same bounds is attended as it is.
+    assert attention_bounds(graph) == [[None] * 3] * num_attention
     assert len(calls(graph, GLM.masked_topk.default)) == 1
     assert not calls(graph, GLM.attention.default)
     if route == "proven":
@@ -617,9 +623,11 @@ def test_full_layer_whose_selection_leaves_the_graph() -> None:
     found, expected, recorder = run_layer(0)
     assert torch.equal(found[0], expected[0])
     assert (recorder.mask.num_attention, recorder.mask.num_indexers) == (1, 1)
-    (topk,) = calls(recorder.graphs[0], GLM.masked_topk.default)
-    assert topk.args[5] is True  # whoever gets it may scatter with it
+    assert attention_bounds(recorder.graphs[0]) == [[None] * 3]
+    # Whoever gets the selection may scatter with it, and a repeat beside the position is harmless.
     assert found[1].dtype == torch.int32 and found[1].min() >= 0
+    slots = torch.arange(8, dtype=torch.int32)
+    assert torch.equal(found[1][:, :8], slots.minimum(slots[:, None]).expand(2, 8, 8))
     full = torch.arange(26) >= 8
     assert torch.equal(found[1][:, full], expected[1][:, full].sort(-1).values)
 
@@ -630,6 +638,8 @@ def test_shared_layer_whose_selection_is_an_input() -> None:
     found, expected, recorder = run_layer(1, prev_topk_indices=selection)
     assert torch.equal(found[0], expected[0])
     assert (recorder.mask.num_attention, recorder.mask.num_indexers) == (1, 0)
+    ((lengths, starts, key_mask),) = attention_bounds(recorder.graphs[0])
+    assert lengths is not None and starts is key_mask is None
 
 
 def test_declined_consumer_keeps_the_mask_and_gets_valid_positions() -> None:
@@ -656,8 +666,12 @@ def test_declined_consumer_keeps_the_mask_and_gets_valid_positions() -> None:
         "the attention weights have another user (output_attentions=True)"
     ]
     assert (recorder.mask.num_attention, recorder.mask.num_indexers) == (1, 1)
+    # The scatter of the first call gets no -1, the second call the selection itself.
     (topk,) = calls(recorder.graphs[0], GLM.masked_topk.default)
-    assert topk.args[5] is True
+    assert attention_bounds(recorder.graphs[0]) == [[None] * 3]
+    (attention,) = calls(recorder.graphs[0], GLM.indexed_attention.default)
+    assert attention.args[3] is topk
+    assert "where" in {user.target.__name__ for user in topk.users if user.op == "call_function"}
 
 
 def test_running_the_passes_again_changes_nothing() -> None:

@@ -83,14 +83,13 @@ class TinyIndexer(nn.Module):
         lengths: torch.Tensor,
         store: Callable[[torch.Tensor], torch.Tensor] = lambda k: k,
         key_mask: torch.Tensor | None = None,
-        pad_valid: bool = False,
     ) -> Any:
         q, k = self.rotate(self.project_q(q_resid), self.project_k(hidden), cos, sin)
         k = store(k)
         scores = self.products(q, k)
         scores = self.combine(self.head_weights(hidden), scores)
         width = min(TOPK, k.shape[1])
-        selected = torch.ops.glm.masked_topk(scores, lengths, None, key_mask, width, pad_valid)
+        selected = torch.ops.glm.masked_topk(scores, lengths, None, key_mask, width)
         return self.finish(selected, k, scores)
 
     def finish(self, selected: torch.Tensor, k: torch.Tensor, scores: torch.Tensor) -> Any:

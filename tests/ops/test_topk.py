@@ -225,8 +225,8 @@ def test_ops_pass_opcheck() -> None:
     masked = torch.ops.glm.masked_topk.default
     batch = scores.reshape(2, 2, 30)
     mask = torch.rand(2, 1, 32) > 0.5
-    check(masked, (batch, lengths.reshape(2, 2), starts.reshape(2, 2), mask, 8, True))
-    check(masked, (batch, lengths.reshape(2, 2), None, None, 64, False))
+    check(masked, (batch, lengths.reshape(2, 2), starts.reshape(2, 2), mask, 8))
+    check(masked, (batch, lengths.reshape(2, 2), None, None, 64))
 
 
 def test_compiles_once_for_every_number_of_keys() -> None:
@@ -237,7 +237,7 @@ def test_compiles_once_for_every_number_of_keys() -> None:
     def both(scores: torch.Tensor, lengths: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         plan = topk_plan(lengths, 8)
         selected = topk_select(scores, lengths, 8, plan=plan)
-        return selected, masked_topk(scores[:, None], lengths[:, None], 8, pad_valid=True)
+        return selected, masked_topk(scores[:, None], lengths[:, None], 8)
 
     compiled = torch.compile(both, backend=counter, fullgraph=True)
     for num_keys in (20, 5, 21, 64):
@@ -256,13 +256,12 @@ def test_compiles_once_for_every_number_of_keys() -> None:
     "mask_shape", [None, (1, 1, 50), (2, 1, 53), (2, 3, 50), (1, 3, 50), (50,)]
 )
 @pytest.mark.parametrize("has_starts", [False, True])
-@pytest.mark.parametrize("pad_valid", [False, True])
-def test_masked_topk(mask_shape: tuple[int, ...] | None, has_starts: bool, pad_valid: bool) -> None:
+def test_masked_topk(mask_shape: tuple[int, ...] | None, has_starts: bool) -> None:
     scores = torch.randn(2, 3, 50)
     lengths = torch.tensor([[50, 3, 0], [7, 20, 60]])
     starts = torch.tensor([[0, 1, 0], [9, 2, 30]]) if has_starts else None
     key_mask = None if mask_shape is None else torch.rand(mask_shape) > 0.6
-    got = masked_topk(scores, lengths, 8, starts_BS=starts, key_mask=key_mask, pad_valid=pad_valid)
+    got = masked_topk(scores, lengths, 8, starts_BS=starts, key_mask=key_mask)
 
     allowed = scores.clone()
     if key_mask is not None:
@@ -273,8 +272,6 @@ def test_masked_topk(mask_shape: tuple[int, ...] | None, has_starts: bool, pad_v
         8,
         None if starts is None else starts.flatten().tolist(),
     )
-    if pad_valid:
-        want = torch.where(want < 0, want[:, :1].clamp(min=0), want)
     assert torch.equal(got, want.reshape(2, 3, 8))
 
 
