@@ -58,9 +58,9 @@ _LINE = 64
 _NUM_LINES = _WIDTH // _LINE
 _HALF = RANK // 2
 # Registers of a thread by role; they add up to those of a multiprocessor.
-_SCORER_REGISTERS = 136
+_SCORER_REGISTERS = 128
 _SUMMER_REGISTERS = 160
-_LOADER_REGISTERS = 56
+_LOADER_REGISTERS = 64
 # In powers of two: how far a maximum may be ahead of the one that sums were taken with.
 _SLACK = 8.0
 _NUM_HANDOVERS = 2
@@ -271,23 +271,20 @@ class SparseMlaPrefillKernel:
             end -= WARP
         return cutlass.max((last + self.v.tile - 1) // self.v.tile, 1)
 
-    @cute.jit
-    def _index(self, indices, row, slot) -> Int32:
-        """The index in a slot; -1 beyond the slots and where it is negative."""
-        index = Int32(-1)
-        if slot >= 0 and slot < indices.shape[1]:
-            # What does not fit 32 bits is beyond any cache, and stays so.
-            index = Int32(cutlass.max(cutlass.min(indices[row, slot], 0x7FFFFFFF), -1))
-        return index
+    def _peek(self, tensor, row, column):
+        """An element of a matrix as it is, not waited for; -1 beyond the columns.
 
-    @cute.jit
-    def _page(self, table, sequence, index) -> Int32:
-        """Block table entry of a position; -1 beyond the table."""
-        column = index // self.v.page_size
-        page = Int32(-1)
-        if index >= 0 and column < table.shape[1]:
-            page = Int32(cutlass.max(cutlass.min(table[sequence, column], 0x7FFFFFFF), -1))
-        return page
+        A branch around the load would be waited for at its end.
+        """
+        wanted = Int32(column >= 0) & Int32(column < Int32(tensor.shape[1]))
+        place = Int64(row) * Int64(tensor.stride[0])
+        place += Int64(column * wanted) * Int64(tensor.stride[1])
+        address = tensor.iterator.toint() + place * (tensor.element_type.width // 8)
+        return _load_integer(address, wanted, tensor.element_type)
+
+    def _number(self, element) -> Int32:
+        """The element in 32 bits: -1 if it is negative, the largest if it does not fit."""
+        return Int32(cutlass.max(cutlass.min(element, 0x7FFFFFFF), -1))
 
     @cute.jit
     def _load(self, query_parts, source, shared, signals) -> None:
@@ -341,18 +338,13 @@ class SparseMlaPrefillKernel:
 
             # Looked up ahead: indices two tiles, pages one.
             at = own_token
-            index = Int32(-1)
-            before = Int32(-1)
-            next_index = Int32(-1)
-            next_before = Int32(-1)
-            page = Int32(-1)
-            if is_looking:
-                index = self._index(indices, row, at)
-                before = self._index(indices, row, at - 1)
-                next_index = self._index(indices, row, at + v.tile)
-                next_before = self._index(indices, row, at + v.tile - 1)
-                if cutlass.const_expr(table is not None):
-                    page = self._page(table, sequence, index)
+            index = self._number(self._peek(indices, row, at))
+            before = self._number(self._peek(indices, row, at - 1))
+            next_index = self._peek(indices, row, at + v.tile)
+            next_before = self._peek(indices, row, at + v.tile - 1)
+            page = None
+            if cutlass.const_expr(table is not None):
+                page = self._peek(table, sequence, index // v.page_size)
             following_tiles = Int32(0)
             for tile in cutlass.range(num_tiles, unroll=1):
                 # Where this lane's token lies; -1: it does not count.
@@ -360,29 +352,27 @@ class SparseMlaPrefillKernel:
                 inner = Int32(0)
                 if index >= 0 and index != before:
                     if cutlass.const_expr(table is not None):
-                        if page < num_outer:
-                            outer = page
+                        outer = self._number(page)
                         inner = index % v.page_size
                     elif cutlass.const_expr(v.page_size is not None):
-                        if index // v.page_size < num_outer:
-                            outer = index // v.page_size
+                        outer = index // v.page_size
                         inner = index % v.page_size
-                    else:
-                        if index < num_inner:
-                            outer = sequence
-                            inner = index
+                    elif index < num_inner:
+                        outer = sequence
+                        inner = index
+                if outer >= num_outer:
+                    outer = Int32(-1)
                 counts = Int32(0)
                 if is_looking and outer >= 0:
                     counts = Int32(1) << lane
                 counting = cute.arch.warp_redux_sync(counts, "or")
                 at += v.tile
-                index = next_index
-                before = next_before
-                if is_looking:
-                    next_index = self._index(indices, row, at + v.tile)
-                    next_before = self._index(indices, row, at + v.tile - 1)
-                    if cutlass.const_expr(table is not None):
-                        page = self._page(table, sequence, index)
+                index = self._number(next_index)
+                before = self._number(next_before)
+                next_index = self._peek(indices, row, at + v.tile)
+                next_before = self._peek(indices, row, at + v.tile - 1)
+                if cutlass.const_expr(table is not None):
+                    page = self._peek(table, sequence, index // v.page_size)
 
                 cute.arch.mbarrier_wait(is_empty + slot, phase)
                 is_last = Int32(tile + 1 == num_tiles) * _LAST
@@ -771,6 +761,17 @@ def _load_word(address: Int64, is_wanted: Int32) -> Int32:
     )
 
 
+def _load_integer(address: Int64, is_wanted: Int32, dtype: Any) -> Any:
+    """An integer of global memory, or -1 where it is not wanted."""
+    return inline_ptx(
+        "{\n.reg .pred wanted;\nsetp.ne.s32 wanted, {$r1}, 0;\n"
+        f"mov.b{dtype.width} {{$w0}}, -1;\n"
+        f"@wanted ld.global.b{dtype.width} {{$w0}}, [{{$r0}}];\n}}",
+        write_only_types=[dtype],
+        read_only_args=[address, is_wanted],
+    )
+
+
 def _store_word(address: Int64, value: Int32, is_wanted: Int32) -> None:
     inline_ptx(
         "{\n.reg .pred wanted;\nsetp.ne.s32 wanted, {$r2}, 0;\n"
@@ -848,7 +849,11 @@ def sparse_mla_prefill_cute(
     *,
     variant: Variant | None = None,
 ) -> torch.Tensor:
-    """Launch the kernel; arguments as of `sparse_mla_reference`, what it takes: `why_no_prefill`.
+    """Launch the kernel; arguments as of `sparse_mla_reference`.
+
+    Latents and ropes are bf16, contiguous in the last axis, every token at a multiple of 16 bytes;
+    pages hold a power of two of tokens. q may have any strides: it is copied where the copy engine
+    cannot take them.
 
     Args:
         variant: sizes of the ring, for measurements; the rest of it is set here.
@@ -859,6 +864,9 @@ def sparse_mla_prefill_cute(
         return output
     if not latents_XYL.numel() or not indices_RK.shape[1]:
         return output.zero_()
+    if sm_scale <= 0:
+        # The maximum is one of the products, not of what they are multiplied by.
+        q_RHC, sm_scale = q_RHC * (-1 if sm_scale < 0 else 0), -sm_scale or 1.0
     ring = variant or Variant()
     variant = Variant(
         index_dtype=indices_RK.dtype,
@@ -886,6 +894,10 @@ def sparse_mla_prefill_cute(
 def _aligned(q_RHC: torch.Tensor) -> torch.Tensor:
     """q, or a dense copy where the copy engine cannot take its strides."""
     strides = q_RHC.stride()
-    if strides[2] != 1 or strides[0] % 8 or strides[1] % 8 or q_RHC.data_ptr() % 16:
+    if (
+        strides[2] != 1
+        or any(stride <= 0 or stride % 8 for stride in strides[:2])
+        or q_RHC.data_ptr() % 16
+    ):
         return q_RHC.clone(memory_format=torch.contiguous_format)
     return q_RHC
