@@ -283,6 +283,9 @@ class Bf16LinearKernel:
                 for i in cutlass.range_constexpr(self.steps_per_stage):
                     step = stage * self.steps_per_stage + i
                     self._multiply_step(total, parts[step], address, first_column, step, i)
+                # Loads still under way would read what the next bulk copy puts there: it writes
+                # through another proxy, which an arrival alone does not order behind them.
+                cute.arch.fence_proxy("async.shared", space="cta")
                 cute.arch.sync_warp()
                 if lane == 0:
                     cute.arch.mbarrier_arrive(is_empty + slot)

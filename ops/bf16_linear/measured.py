@@ -1,7 +1,7 @@
 """Measured choices for bf16 linears: `python -m glm_compile.ops.bf16_linear.tune --write`.
 
-So far the shapes of an indexer layer's prologue, from a sweep of the same kind on one H200 on
-2026-11-30. The CuTe kernel runs for the shapes that are here; for others only where it is forced.
+The linears of the release over 1, 2, 4 and 8 devices, measured on one NVIDIA H200 on 2026-11-30. The
+CuTe kernel runs for the shapes that are here; for others only where it is forced.
 
 MEASURED: (N, K) -> the fields of `config.StreamConfig`. LIBRARY: (N, K) -> the M (rounded up to a
 power of two) at which torch's own product is the faster one.
@@ -10,10 +10,40 @@ power of two) at which torch's own product is the faster one.
 from __future__ import annotations
 
 MEASURED: dict[tuple[int, int], tuple[int, ...]] = {
+    (160, 6144): (16, 256, 8, 4, 8, 1),
+    (512, 6144): (8, 256, 8, 4, 2, 1),
+    (1024, 6144): (16, 256, 8, 4, 2, 1),
     (2048, 2048): (16, 512, 8, 2, 1, 2),
-    (2624, 6144): (24, 1024, 8, 4, 1, 1),
-    (2784, 6144): (24, 1024, 8, 4, 1, 1),
+    (2048, 6144): (32, 256, 8, 4, 2, 1),
+    (2624, 6144): (24, 512, 8, 4, 1, 1),
+    (2784, 6144): (24, 512, 8, 4, 1, 1),
+    (3072, 6144): (24, 512, 8, 4, 1, 1),
+    (4096, 2048): (24, 512, 8, 4, 1, 1),
+    (4096, 6144): (32, 512, 8, 4, 1, 1),
+    (6144, 256): (16, 256, 8, 2, 1, 2),
+    (6144, 512): (32, 256, 8, 4, 1, 1),
+    (6144, 1024): (16, 512, 8, 2, 1, 2),
+    (6144, 1536): (48, 512, 8, 4, 1, 1),
+    (6144, 2048): (48, 512, 8, 4, 1, 1),
+    (6144, 3072): (16, 1024, 8, 2, 1, 1),
+    (6144, 4096): (24, 512, 8, 4, 1, 1),
+    (6144, 6144): (24, 512, 8, 4, 1, 1),
+    (6144, 8192): (48, 512, 8, 4, 1, 1),
+    (6144, 12288): (48, 512, 8, 4, 1, 1),
+    (6144, 16384): (48, 512, 8, 4, 1, 1),
+    (8192, 2048): (32, 512, 8, 4, 1, 1),
+    (12288, 6144): (32, 512, 8, 4, 1, 1),
+    (16384, 2048): (16, 1024, 8, 2, 1, 1),
+    (19360, 6144): (32, 512, 8, 4, 1, 1),
     (20480, 2048): (16, 1024, 8, 2, 1, 1),
+    (24576, 6144): (32, 512, 8, 4, 1, 1),
+    (38720, 6144): (24, 512, 8, 4, 1, 1),
+    (77440, 6144): (24, 512, 8, 4, 1, 1),
+    (154880, 6144): (32, 512, 8, 4, 1, 1),
 }
 
-LIBRARY: dict[tuple[int, int], tuple[int, ...]] = {}
+LIBRARY: dict[tuple[int, int], tuple[int, ...]] = {
+    (6144, 6144): (16,),
+    (24576, 6144): (16,),
+    (77440, 6144): (1, 2, 8, 16),
+}

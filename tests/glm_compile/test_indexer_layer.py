@@ -18,6 +18,7 @@ from glm_compile.ops.merged_linear import adjacent_block
 from glm_compile.pipeline import _Rewrite
 from glm_compile.report import last_report
 from tests.indexer_layer import (
+    RELEASE,
     IndexerOfLayer,
     make_cache,
     one_layer_config,
@@ -39,10 +40,12 @@ PROLOGUE = {
 class Case:
     """A layer with a cache of 70 random keys, and a step of six tokens."""
 
-    def __init__(self, kind: str, device: str = "cpu", **options: Any) -> None:
+    def __init__(
+        self, kind: str, device: str = "cpu", *, is_full_size: bool = False, **options: Any
+    ) -> None:
         where = {"dtype": BF16, "device": device}
         self.kind, self.device = kind, device
-        self.config = one_layer_config()
+        self.config = one_layer_config(**(RELEASE if is_full_size else {}))
         self.layer = IndexerOfLayer(self.config, **options, **where)
         self.norm = GlmMoeDsaRMSNorm(self.config.hidden_size).to(**where).requires_grad_(False)
         self.hidden = torch.randn(1, S, self.config.hidden_size, **where)
@@ -209,20 +212,20 @@ def launches(fn: Any) -> list[str]:
 @pytest.mark.parametrize("kind", PROLOGUE)
 def test_compiled_prologue_is_three_launches(kind, has_fp32_gates):
     """From the input norm's kernel on; lengths are made once a forward, and here by the step."""
-    case = Case(kind, "cuda", has_fp32_gates=has_fp32_gates)
+    case = Case(kind, "cuda", is_full_size=True, has_fp32_gates=has_fp32_gates)
     names = launches(case.compile(case.step(case.cache, has_norm=True), "inductor"))
     end = next(i for i, name in enumerate(names) if "indexer_prologue" in name)
     start = next(i for i, name in enumerate(names) if "rsqrt" in name)
     between = [name for name in names[start + 1 : end + 1] if "arange" not in name]
-    assert len(between) <= 3 + has_fp32_gates, names
+    assert len(between) <= 3 + has_fp32_gates, "\n".join(names)
 
 
 @pytest.mark.gpu
 def test_unfused_prologue_is_a_dozen_launches():
     """The same step as Inductor alone compiles it; the scores' ReLU ends it."""
-    case = Case("static", "cuda")
+    case = Case("static", "cuda", is_full_size=True)
     names = launches(torch.compile(case.step(case.cache, has_norm=True), fullgraph=True))
     start = next(i for i, name in enumerate(names) if "rsqrt" in name)
     end = next(i for i, name in enumerate(names) if "relu" in name)
     # The keys' cast and the product with them are the scores'.
-    assert end - start - 1 - 2 >= 12, names
+    assert end - start - 1 - 2 >= 12, "\n".join(names)

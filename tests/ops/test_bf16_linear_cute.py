@@ -123,6 +123,9 @@ def check_compiles(config, arch, K, M, folder, options=()):
     # Weights are asked for before the kernels ahead have ended: a branch of the loading warps that
     # does not wait for them.
     assert compiled.ptx.index("cp.async.bulk") < compiled.ptx.index("griddepcontrol.wait")
+    # Loads of a stage end before the stage is given back.
+    release = compiled.ptx.rindex("mbarrier.arrive")
+    assert compiled.ptx.rindex("ld.shared.v4") < compiled.ptx.rindex("fence.proxy.async") < release
     wait, let_in = "griddepcontrol.wait", "griddepcontrol.launch_dependents"
     assert compiled.ptx.index(wait) < compiled.ptx.index(let_in)
 
@@ -234,6 +237,18 @@ def test_capture_and_replay_of_a_chain(N, K):
         graph.replay()
         for i, link in enumerate(chain[1:]):
             check_error(link, chain[i], back if i % 2 else weight, None, None)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("num_loaders", [1, 2, 4])
+@pytest.mark.parametrize("M, N, K, tile", [(35, 2784, 6144, 16), (70, 2784, 6144, 24)])
+def test_a_stage_is_refilled_only_once_it_is_read(M, N, K, tile, num_loaders):
+    """Several blocks read the same weights, so refills come from L2 and hurry after each stage."""
+    x, weight, _, _ = make_inputs(M, N, K, device="cuda")
+    config = StreamConfig(tile, 512, 8, num_loaders)
+    outputs = [run_cute(x, weight, None, None, config=config) for _ in range(10)]
+    check_error(outputs[0], x, weight, None, None)
+    assert all(torch.equal(output, outputs[0]) for output in outputs)
 
 
 @pytest.mark.gpu

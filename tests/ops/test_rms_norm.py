@@ -36,9 +36,8 @@ def test_equals_the_models_norm(device, dtype, rows, num_columns):
     # The squares are summed in another order: rarely the next value of the dtype.
     tolerance = 2**-7 if dtype == torch.bfloat16 else 2e-6
     torch.testing.assert_close(result.cpu(), expected, rtol=tolerance, atol=1e-6)
-    assert (result.cpu() != expected).float().mean().nan_to_num() < (
-        0.02 if dtype == torch.bfloat16 else 1
-    )
+    if dtype == torch.bfloat16 and x.numel() >= 1000:
+        assert (result.cpu() != expected).float().mean() < 0.02
 
 
 @pytest.mark.parametrize("device", DEVICES)
