@@ -98,8 +98,10 @@ def expanded_latents(k: fx.Node, v: fx.Node) -> ExpandedLatents:
     batch, num_heads, num_keys, key_dim = shape_of(k)
     num_values = shape_of(v)[-1]
     sizes = {"B": batch, "H": num_heads, "T": num_keys}
+    if not all(isinstance(size, int) for size in (num_heads, key_dim, num_values)):
+        raise No(f"{num_heads} heads of {key_dim} and {num_values} columns: expected constants")
     kv_b, num_nope = _of_linear(v, 0, num_values, "values", sizes)
-    per_head = kv_b.num_out // num_heads
+    rank, per_head = shape_of(kv_b.weight)[1], kv_b.num_out // num_heads
     if num_nope + num_values != per_head or not 0 < num_nope < key_dim:
         raise No(
             f"values are columns {num_nope} to {num_nope + num_values} of the {per_head} that "
@@ -111,7 +113,6 @@ def expanded_latents(k: fx.Node, v: fx.Node) -> ExpandedLatents:
             f"keys are columns {first} to {first + num_nope} of {describe(of_keys.node)}, expected "
             f"the first {num_nope} of {describe(kv_b.node)}, whose others are the values"
         )
-    rank = shape_of(kv_b.weight)[1]
     latents = columns(kv_b.x, 0, rank)
     layout = _rows_along(latents, sizes)
     if layout is None or [a.name for dim in strip_repeats(layout) for a in dim] != [
@@ -244,7 +245,7 @@ def _of_linear(
             f"{describe(source)}"
         )
     num_heads = sizes["H"]
-    if not isinstance(num_heads, int) or found.num_out % num_heads:
+    if not all(isinstance(s, int) for s in shape_of(found.weight)) or found.num_out % num_heads:
         raise No(f"{found.weight.name} has {found.num_out} rows for {num_heads} heads")
     per_head = found.num_out // num_heads
     rows = axes(B=sizes["B"], T=sizes["T"], H=num_heads, X=per_head)
