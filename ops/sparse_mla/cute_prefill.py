@@ -110,6 +110,13 @@ class SparseMlaPrefillKernel:
         self.num_rounds = self.tokens_per_warp // 4
         # Factors of the sums, then of the output, a float a head each; then whether it is the last.
         self.handover_bytes = (2 * MAX_HEADS + 4) * 4
+        self.num_barriers = 2 * (v.num_stages + _NUM_HANDOVERS + 1)
+        self.shared_bytes = (
+            v.num_stages * (self.stage_bytes + _GROUP_WARPS * 4)
+            + self.query_bytes
+            + _NUM_HANDOVERS * (self.chance_bytes + self.handover_bytes)
+            + self.num_barriers * 8
+        )
 
     @cute.jit
     def __call__(
@@ -215,8 +222,9 @@ class SparseMlaPrefillKernel:
             Int32, cute.make_layout(_NUM_HANDOVERS * self.handover_bytes // 4), 16
         )
         flags = allocator.allocate_tensor(Int32, cute.make_layout(v.num_stages * _GROUP_WARPS), 16)
-        num_barriers = 2 * (v.num_stages + _NUM_HANDOVERS + 1)
-        barriers = allocator.allocate_tensor(Int64, cute.make_layout(num_barriers), 16).iterator
+        barriers = allocator.allocate_tensor(
+            Int64, cute.make_layout(self.num_barriers), 16
+        ).iterator
         is_full = barriers
         is_empty = is_full + v.num_stages
         has_chances = is_empty + v.num_stages
@@ -626,8 +634,7 @@ class SparseMlaPrefillKernel:
         take_phase = Int32(0)
         row = Int32(block)
         while row < num_rows:
-            for i in cutlass.range_constexpr(_HALF // 2):
-                sums[i] = Float32(0.0)
+            sums.fill(0.0)
             factor0 = Float32(1.0)
             factor1 = Float32(1.0)
             is_last = Int32(0)
