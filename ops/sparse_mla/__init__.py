@@ -21,6 +21,7 @@ from glm_compile.ops.paged_cache import PAGE_SIZE
 from glm_compile.ops.sparse_mla.config import (
     CUTE_MAX_HEADS,
     CUTE_PAGE,
+    CUTE_PREFILL_ROWS,
     CUTE_RANK,
     CUTE_ROPE_DIM,
 )
@@ -209,7 +210,7 @@ def _why_not_cute(
     rows_per_sequence: int,
     is_paged: bool,
 ) -> str | None:
-    """What both kernels in CuTe DSL ask of a call."""
+    """What both kernels in CuTe DSL, for few rows and for many, ask of a call."""
     if (reason := why_no_cute(q_RHC, latents_XYL, ropes_XYP, indices_RK, block_table)) is not None:
         return reason
     if q_RHC.dtype != torch.bfloat16:
@@ -237,10 +238,14 @@ def _why_not_cute(
     return None
 
 
-def _run_decode(*args: Any) -> torch.Tensor:
+def _run_cute(q_RHC: torch.Tensor, *args: Any) -> torch.Tensor:
+    if q_RHC.shape[0] >= CUTE_PREFILL_ROWS:
+        from glm_compile.ops.sparse_mla.cute_prefill import sparse_mla_prefill_cute
+
+        return sparse_mla_prefill_cute(q_RHC, *args)
     from glm_compile.ops.sparse_mla.cute_decode import sparse_mla_decode_cute
 
-    return sparse_mla_decode_cute(*args)
+    return sparse_mla_decode_cute(q_RHC, *args)
 
 
 def _why_not_triton(
@@ -266,14 +271,9 @@ def _run_triton(*args: Any) -> torch.Tensor:
     return sparse_mla_triton(*args)
 
 
-_CUTE = _dispatch.Backend("cute", _why_not_cute, _run_decode)
+_CUTE = _dispatch.Backend("cute", _why_not_cute, _run_cute)
 _TRITON = _dispatch.Backend("triton", _why_not_triton, _run_triton)
 _REFERENCE = _dispatch.Backend("reference", _dispatch.always, sparse_mla_reference)
-
-
-def _backends(q_RHC: torch.Tensor) -> tuple[_dispatch.Backend, ...]:
-    """In the order in which they are asked."""
-    return (_CUTE, _TRITON, _REFERENCE)
 
 
 def _sparse_mla(
@@ -323,8 +323,8 @@ def _sparse_mla_contiguous(
     )
 
 
-def _run(op: str, backend: str, q_RHC: torch.Tensor, *args: Any) -> torch.Tensor:
-    return _dispatch.run(op, _backends(q_RHC), backend or None, q_RHC, *args)
+def _run(op: str, backend: str, *args: Any) -> torch.Tensor:
+    return _dispatch.run(op, (_CUTE, _TRITON, _REFERENCE), backend or None, *args)
 
 
 def _sparse_mla_fake(

@@ -12,6 +12,9 @@ CUTE_PAGE = 64
 # Tokens that a block of the decode kernel takes at once, in two halves.
 PAIR_TOKENS = 128
 
+# Rows from which a block takes a row at a time, and further rows after it.
+CUTE_PREFILL_ROWS = 128
+
 # (rows up to which it holds, blocks of the cluster that shares a row). The largest cluster of which
 # all rows' are on the device at once; an H200 holds 7 clusters of 16.
 CUTE_CLUSTERS: tuple[tuple[int | None, int], ...] = (
