@@ -14,9 +14,10 @@ Shape legend: S query tokens, T tokens of the cache, E experts.
 from __future__ import annotations
 
 import copy
+import gc
 import statistics
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -40,7 +41,7 @@ class StepTime:
     Attributes:
         backend: of `BACKENDS`.
         query_len, cache_len: S, and T with the step's own tokens.
-        median_us: microseconds a step.
+        median_us: microseconds a step; None where it does not fit into memory.
         timer: `graph replay`, or `events` or `perf_counter` where steps cannot be captured.
         num_experts: distinct routed experts that so many tokens meet, summed over the layers.
         weight_bytes: weights that a step has to read, those experts among them.
@@ -51,7 +52,7 @@ class StepTime:
     backend: str
     query_len: int
     cache_len: int
-    median_us: float
+    median_us: float | None
     timer: str
     num_experts: int
     weight_bytes: int
@@ -149,6 +150,15 @@ def _fill_fp8_keys(cache: PagedCache, head_dim: int, num_cached: int) -> None:
                 cache.update_indexer(keys, index)
 
 
+def check_lengths(query_len: int, cache_len: int) -> None:
+    """Raise ValueError unless a step of `query_len` tokens can end a cache of `cache_len`."""
+    if not 0 < query_len < cache_len:
+        raise ValueError(
+            f"bench: query_len must be at least 1 and below cache_len, got {query_len} and "
+            f"{cache_len}"
+        )
+
+
 def make_step(model: Any, backend: str, query_len: int, cache_len: int) -> Callable[[], Any]:
     """A function that runs one step over a cache of its own and leaves the lengths as they are.
 
@@ -157,18 +167,14 @@ def make_step(model: Any, backend: str, query_len: int, cache_len: int) -> Calla
     """
     if backend not in BACKENDS:
         raise ValueError(f"bench: unknown backend {backend!r}; known are {', '.join(BACKENDS)}")
-    if not 0 < query_len < cache_len:
-        raise ValueError(
-            f"bench: query_len must be at least 1 and below cache_len, got {query_len} and "
-            f"{cache_len}"
-        )
+    check_lengths(query_len, cache_len)
     device = model.lm_head.weight.device
     cache = make_cache(model, backend, query_len, cache_len)
     ids_BS = torch.randint(0, model.config.vocab_size, (1, query_len), device=device)
     positions_BS = torch.arange(cache_len - query_len, cache_len, device=device)[None]
     arguments = {"position_ids": positions_BS, "use_cache": True, cache_argument(): cache}
     if isinstance(cache, PagedCache):
-        options = {"indexer_dtype": "fp8"} if backend == "glm-fp8" else {}
+        options: Any = {"indexer_dtype": "fp8"} if backend == "glm-fp8" else {}
         compiled = torch.compile(model, backend="glm", fullgraph=True, options=options)
 
         def step() -> Any:
@@ -203,19 +209,29 @@ def time_step(
 ) -> StepTime:
     """Measure one step of `model` (see `make_model`) over a cache of `cache_len` tokens.
 
+    A step that does not fit into memory has no time. Every call compiles anew.
+
     Raises:
         ValueError: unknown backend, or no room for the step's tokens.
-        torch.OutOfMemoryError: the step does not fit.
+        UnsupportedError: the step gives logits that are not finite.
     """
     device = model.lm_head.weight.device
-    step = make_step(model, backend, query_len, cache_len)
-    for _ in range(3):
-        logits = step()
-    if not logits.isfinite().all():
-        raise UnsupportedError(
-            f"bench: the step of backend {backend!r} gave logits that are not finite"
-        )
-    samples, timer = _time(step, device)
+    torch._dynamo.reset()
+    step = None
+    try:
+        step = make_step(model, backend, query_len, cache_len)
+        for _ in range(3):
+            logits = step()
+        if not logits.isfinite().all():
+            raise UnsupportedError(f"bench: backend {backend!r} gave logits that are not finite")
+        samples, timer = _time(step, device)
+    except torch.OutOfMemoryError:
+        samples, timer = [], "out of memory"
+    finally:
+        del step  # its cache makes room for the next one
+        gc.collect()
+        if device.type == "cuda":
+            torch.cuda.empty_cache()
     num_experts, weight_bytes = _read_weights(model, query_len)
     name = torch.cuda.get_device_name(device) if device.type == "cuda" else "CPU"
     bandwidth = READ_BANDWIDTH.get(name)
@@ -223,7 +239,7 @@ def time_step(
         backend=backend,
         query_len=query_len,
         cache_len=cache_len,
-        median_us=statistics.median(samples) * 1e6,
+        median_us=statistics.median(samples) * 1e6 if samples else None,
         timer=timer,
         num_experts=num_experts,
         weight_bytes=weight_bytes,
@@ -280,7 +296,7 @@ def kernel_times(step: Callable[[], Any], replays: int = 3) -> list[tuple[str, i
         torch.cuda.synchronize()
     totals: dict[str, list[float]] = {}
     for event in profile.events():
-        if event.device_type == torch.autograd.DeviceType.CUDA:
+        if event.device_type == torch.autograd.DeviceType.CUDA:  # type: ignore[attr-defined]
             total = totals.setdefault(event.name, [0, 0.0])
             total[0] += 1
             total[1] += event.time_range.elapsed_us()
@@ -328,13 +344,13 @@ def _read_weights(model: Any, query_len: int) -> tuple[int, int]:
     return sum(met.values()), other + expert_bytes
 
 
-def table(times: Sequence[StepTime]) -> str:
-    """The times as text, one line each."""
-    lines = []
-    for t in times:
-        floor = f", {t.floor_us / t.median_us:.0%} of the floor" if t.floor_us else ""
-        lines.append(
-            f"{t.backend:9} S={t.query_len} T={t.cache_len:>8,}: {t.median_us / 1e3:8.3f} ms"
-            f" ({t.timer}; {t.num_experts} experts, {t.weight_bytes / 1e9:.2f} GB{floor})"
-        )
-    return "\n".join(lines)
+def line(t: StepTime) -> str:
+    """One step as text."""
+    head = f"{t.backend:9} S={t.query_len} T={t.cache_len:>9,}"
+    if t.median_us is None:
+        return f"{head}: out of memory"
+    floor = f", {t.floor_us / t.median_us:.0%} of the floor" if t.floor_us else ""
+    return (
+        f"{head}: {t.median_us / 1e3:8.3f} ms ({t.timer}; {t.num_experts} experts, "
+        f"{t.weight_bytes / 1e9:.2f} GB of weights{floor})"
+    )

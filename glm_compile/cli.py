@@ -10,6 +10,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import io
+import json
 import os
 import signal
 import sys
@@ -26,6 +27,7 @@ from glm_compile.errors import UnsupportedError
 _DTYPES = ("float32", "bfloat16", "float16")
 _CACHES = ("static", "paged", "dynamic", "none")
 _INDEXER_DTYPES = ("auto", "fp8", "bf16", "fp32")
+_BACKENDS = ("glm", "glm-fp8", "inductor", "eager")
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -134,13 +136,13 @@ def _parser() -> argparse.ArgumentParser:
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
     _add_generate(commands, common)
     _add_explain(commands, common)
-    for name, run, text in (
-        ("bench", _bench, "measure a model (not in this version)"),
-        ("verify-checkpoint", _verify_checkpoint, "check a checkpoint (not in this version)"),
-    ):
-        command = commands.add_parser(name, parents=[common], help=text, description=text)
-        command.add_argument("model", metavar="MODEL", help="directory of the checkpoint")
-        command.set_defaults(run=run)
+    _add_bench(commands, common)
+    text = "check a checkpoint (not in this version)"
+    command = commands.add_parser(
+        "verify-checkpoint", parents=[common], help=text, description=text
+    )
+    command.add_argument("model", metavar="MODEL", help="directory of the checkpoint")
+    command.set_defaults(run=_verify_checkpoint)
     return parser
 
 
@@ -198,6 +200,25 @@ def _add_explain(commands: Any, common: argparse.ArgumentParser) -> None:
     command.add_argument(
         "--save", type=Path, metavar="DIR", help="write each pass's graph before and after"
     )
+
+
+def _add_bench(commands: Any, common: argparse.ArgumentParser) -> None:
+    command = commands.add_parser(
+        "bench",
+        parents=[common],
+        help="measure a decode step against transformers'",
+        description="Time of a decode step of a checkpoint, or of a slice of the release: 3 dense "
+        "and 3 MoE layers at full size with random weights (a GPU with 80 GB).",
+    )
+    command.set_defaults(run=_bench)
+    command.add_argument(
+        "model", metavar="MODEL", nargs="?", help="directory of a checkpoint (default: the slice)"
+    )
+    command.add_argument("--backend", nargs="+", choices=_BACKENDS, default=["glm", "inductor"])
+    command.add_argument("--query-len", type=int, nargs="+", default=[6], metavar="S")
+    command.add_argument("--cache-len", type=int, nargs="+", default=[8192], metavar="T")
+    command.add_argument("--device", help="default: cuda if there is one, else cpu")
+    command.add_argument("--json", type=Path, metavar="FILE", help="write the times as JSON too")
 
 
 def _generate(arguments: argparse.Namespace) -> int:
@@ -325,7 +346,39 @@ def _explain(arguments: argparse.Namespace) -> int:
 
 
 def _bench(arguments: argparse.Namespace) -> int:
-    raise UnsupportedError("bench is not part of this version; tests/benchmarks measure the ops")
+    import torch
+
+    from glm_compile import bench
+    from glm_compile.checkpoint import read_facts
+
+    for query_len in arguments.query_len:
+        for cache_len in arguments.cache_len:
+            bench.check_lengths(query_len, cache_len)
+    if arguments.json is not None and not arguments.json.absolute().parent.is_dir():
+        raise ValueError(f"--json: no directory {arguments.json.absolute().parent}")
+    device = arguments.device or ("cuda" if torch.cuda.is_available() else "cpu")
+    if arguments.model is not None:
+        read_facts(arguments.model)
+        model, _ = glm_compile.load(arguments.model, device=device, mtp=False)
+    elif torch.device(device).type == "cuda":
+        model = bench.make_model(bench.slice_config(), device)
+    else:
+        raise UnsupportedError(
+            "the slice of the release needs a GPU with 80 GB of memory; on the CPU measure a "
+            "checkpoint: glm-compile bench MODEL"
+        )
+    times = []
+    for cache_len in arguments.cache_len:
+        for query_len in arguments.query_len:
+            for backend in arguments.backend:
+                times.append(
+                    bench.time_step(model, backend, query_len=query_len, cache_len=cache_len)
+                )
+                print(bench.line(times[-1]), flush=True)
+    if arguments.json is not None:
+        with _whole():
+            arguments.json.write_text(json.dumps([t.as_dict() for t in times], indent=2))
+    return 0
 
 
 def _verify_checkpoint(arguments: argparse.Namespace) -> int:

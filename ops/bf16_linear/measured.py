@@ -1,7 +1,7 @@
 """Measured choices for bf16 linears: `python -m glm_compile.ops.bf16_linear.tune --write`.
 
-The linears of the release over 1, 2, 4 and 8 devices, measured on one NVIDIA H200 on 2026-11-30. The
-CuTe kernel runs for the shapes that are here; for others only where it is forced.
+The linears of the release over 1, 2, 4 and 8 devices, on one NVIDIA H200, 2026-11-30. The CuTe
+kernel runs for the shapes that are here; for others only where it is forced.
 
 MEASURED: (N, K) -> the fields of `config.StreamConfig`. LIBRARY: (N, K) -> the M (rounded up to a
 power of two) at which torch's own product is the faster one.

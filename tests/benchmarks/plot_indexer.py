@@ -41,16 +41,8 @@ def plot(report: Mapping[str, Any], target: Path, rows: Sequence[int] = (1, 6)) 
 
     figure, panels = pyplot.subplots(1, len(rows), figsize=(5 * len(rows), 4), sharey=True)
     for panel, num_rows in zip([panels] if len(rows) == 1 else panels, rows):
-        lines = read_lines(report, num_rows)
-        for key, label in LABELS.items():
-            if points := lines.get(key):
-                panel.plot(*zip(*points), marker="o", label=label)
-        contexts = sorted({context for points in lines.values() for context, _ in points})
-        panel.set(xscale="log", yscale="log", xlabel="cached tokens")
+        draw(panel, read_lines(report, num_rows), LABELS)
         panel.set_title(f"{num_rows} query row{'s' if num_rows > 1 else ''}")
-        panel.set_xticks(contexts, [_short(context) for context in contexts])
-        panel.minorticks_off()
-        panel.grid(True, alpha=0.3)
     first = panels if len(rows) == 1 else panels[0]
     first.set_ylabel("one layer's indexer (us)")
     first.legend(fontsize="small")
@@ -59,6 +51,18 @@ def plot(report: Mapping[str, Any], target: Path, rows: Sequence[int] = (1, 6)) 
     figure.suptitle(f"GLM-5.2 indexer, hidden state to positions ({device}, {date})")
     figure.tight_layout()
     figure.savefig(target, dpi=150)
+
+
+def draw(panel: Any, lines: Mapping[Any, Sequence], labels: Mapping[Any, str]) -> None:
+    """Draw lines of (context, time) into a panel with logarithmic axes."""
+    for key, label in labels.items():
+        if points := lines.get(key):
+            panel.plot(*zip(*points), marker="o", label=label)
+    contexts = sorted({context for points in lines.values() for context, _ in points})
+    panel.set(xscale="log", yscale="log", xlabel="cached tokens")
+    panel.set_xticks(contexts, [_short(context) for context in contexts])
+    panel.minorticks_off()
+    panel.grid(True, alpha=0.3)
 
 
 def _short(num_tokens: int) -> str:
