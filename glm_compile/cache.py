@@ -14,13 +14,13 @@ offset for the batch and would be silently wrong then, so such a cache refuses t
 and names `causal_mask`.
 
 Shape letters: B batch, S query tokens of the step, T cached tokens (allocated), L kv_lora, P rope
-dim, D index head dim, X width of a cached row.
+dim, D index head dim, K selected tokens, X width of a cached row.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from transformers.cache_utils import Cache, CacheLayerMixin
@@ -263,13 +263,23 @@ class PagedCache(Cache):
             key_mask=key_mask,
         )
 
-    def draft_mask(self, dtype: torch.dtype = torch.bool) -> torch.Tensor:
-        """Mask [B,1,1,T] of a draft step that writes nothing: it sees p < lengths[b]."""
-        return causal_mask(self.lengths - 1, 1, self.max_cache_len, dtype)
+    def gather_rows(
+        self, layer_idx: int, topk_BK: torch.Tensor, lengths_B: torch.Tensor | None = None
+    ) -> DraftSeed:
+        """Read the latents of selected positions, once for all steps that attend to them.
 
-    def read_only(self) -> ReadOnlyPagedCache:
-        """View for draft steps that share the cache: `update` writes nothing."""
-        return ReadOnlyPagedCache(self)
+        Args:
+            topk_BK: positions, int32 or int64. Not counted are those outside [0, length) and those
+                equal to the one before.
+            lengths_B: tokens that count; None = `lengths`.
+        """
+        ends_B1 = (self.lengths if lengths_B is None else lengths_B)[:, None]
+        before_BK = torch.cat([torch.full_like(topk_BK[:, :1], -1), topk_BK[:, :-1]], dim=1)
+        is_valid_BK = (topk_BK >= 0) & (topk_BK < ends_B1) & (topk_BK != before_BK)
+        positions_BK = torch.where(is_valid_BK, topk_BK, 0).long()
+        pages_BK = self.block_table.gather(1, positions_BK // PAGE_SIZE).long()
+        latents_BKX = self.layers[layer_idx].latent_pages[pages_BK, positions_BK % PAGE_SIZE]
+        return DraftSeed(latents_BKX, is_valid_BK)
 
     def begin_mtp_step(self) -> None:
         """Refuse an MTP layer's step whose rows would not lie beside those of the model.
@@ -571,12 +581,28 @@ class PagedCache(Cache):
             )
 
 
-class ReadOnlyPagedCache(Cache):
-    """The cache as a draft step sees it: reads of one PagedCache, no writes, no index keys."""
+class DraftSeed(NamedTuple):
+    """What draft steps with a shared index attend to.
 
-    def __init__(self, cache: PagedCache) -> None:
-        super().__init__(layers=list(cache.layers))
-        self.source = cache
+    Attributes:
+        latents_BKX: cached rows of the selected positions: latent, then rotated key.
+        is_valid_BK: bool, which of them count.
+    """
+
+    latents_BKX: torch.Tensor
+    is_valid_BK: torch.Tensor
+
+
+class SeedCache(Cache):
+    """The cache as a draft step sees it: the rows of a seed, nothing to write, no index keys.
+
+    To the layer its rows are the positions 0 to K - 1.
+    """
+
+    def __init__(self, seed: DraftSeed, kv_lora_rank: int) -> None:
+        super().__init__(layers=[])
+        self.seed = seed
+        self.kv_lora_rank = kv_lora_rank
 
     def update(
         self,
@@ -586,13 +612,29 @@ class ReadOnlyPagedCache(Cache):
         *args: Any,
         **kwargs: Any,
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        return self.source._gather_latents(layer_idx)
+        latents_B1KX = self.seed.latents_BKX.unsqueeze(1)
+        return latents_B1KX[..., : self.kv_lora_rank], latents_B1KX[..., self.kv_lora_rank :]
 
     def update_indexer(self, indexer_key_states: torch.Tensor, layer_idx: int) -> torch.Tensor:
         raise ValueError(
-            "this view of a PagedCache writes nothing, but the layer ran its indexer; a draft step "
+            "the rows of a seed hold no index keys, but the layer ran its indexer; a draft step "
             "with a shared index takes the selection of the step before"
         )
+
+    def mask(self, dtype: torch.dtype = torch.bool) -> torch.Tensor:
+        """Mask [B,1,1,K]: the rows that count."""
+        is_valid_BK = self.seed.is_valid_BK
+        batch_size, num_rows = is_valid_BK.shape
+        ends_B = torch.full(
+            (batch_size,), num_rows - 1, dtype=torch.int32, device=is_valid_BK.device
+        )
+        return causal_mask(ends_B, 1, num_rows, dtype, key_mask=is_valid_BK[:, None])
+
+    def selection(self) -> torch.Tensor:
+        """All rows, as the selection [B,1,K] of a step."""
+        batch_size, num_rows = self.seed.is_valid_BK.shape
+        rows_K = torch.arange(num_rows, dtype=torch.int32, device=self.seed.is_valid_BK.device)
+        return rows_K.expand(batch_size, 1, num_rows)
 
 
 def _check_dtypes(dtype: torch.dtype, index_dtype: torch.dtype | None) -> None:

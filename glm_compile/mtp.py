@@ -9,9 +9,9 @@ decoder layer, so that a compiled MTP step is rewritten by the same passes as th
 that the previous draft step returned in `draft`. The cache row at position t comes from token t+1.
 
 With IndexShare (`index_share_for_mtp_iteration`) the layer's indexer runs in `extend` only; later
-draft steps take the selection of the last accepted row and share its cache: they write nothing and
-attend to the selected positions alone. Without it each draft step is an `extend` of one token, for
-which the caller advances the cache.
+draft steps take the selection of the last accepted row: they write nothing and attend to the
+latents of the selected positions, which `gather_seed` reads once for all of them. Without it each
+draft step is an `extend` of one token, for which the caller advances the cache.
 
 Shape letters: B batch, S query tokens, C hidden, K selected tokens, T cached tokens, V vocab.
 """
@@ -33,7 +33,7 @@ from glm_compile.model_facts import FULL, SHARED, GlmDsaConfig, cache_argument, 
 if TYPE_CHECKING:
     from transformers import GlmMoeDsaConfig, GlmMoeDsaForCausalLM
 
-    from glm_compile.cache import PagedCache, ReadOnlyPagedCache
+    from glm_compile.cache import DraftSeed, PagedCache, SeedCache
 
 # Tensors that a checkpoint may carry and that are the model's own when it does not.
 _EMBEDDING = "embed_tokens.weight"
@@ -130,41 +130,51 @@ class GlmMoeDsaMtp(nn.Module):
             self.layer, input_ids_BS, hidden_BSC, position_ids_BS, attention_mask, cache, None
         )
 
+    def gather_seed(
+        self,
+        topk_B1K: torch.Tensor,
+        cache: PagedCache,
+        lengths_B: torch.Tensor | None = None,
+    ) -> DraftSeed:
+        """Read the latents that the draft steps behind an `extend` attend to.
+
+        Args:
+            topk_B1K: selection of the last accepted row. Entries outside [0, length), such as -1,
+                and those equal to the one before are ignored.
+            cache: the one that `extend` wrote.
+            lengths_B: accepted tokens that it holds; None = its lengths, which cover them already.
+        """
+        return cache.gather_rows(self.layer_idx, topk_B1K[:, 0], lengths_B)
+
     def draft(
         self,
         input_ids_B1: torch.Tensor,
         hidden_B1C: torch.Tensor,
         position_ids_B1: torch.Tensor,
-        attention_mask: torch.Tensor | None,
-        cache: PagedCache,
-        seed_topk_B1K: torch.Tensor,
+        seed: DraftSeed,
     ) -> torch.Tensor:
-        """Run one IndexShare draft step: nothing is written, the seed's positions are attended.
+        """Run one IndexShare draft step: nothing is written, the seed's latents are attended.
 
         Args:
             input_ids_B1: the previously drafted token.
             hidden_B1C: what `extend` or `draft` returned for it.
             position_ids_B1: position of the rotary embedding of this step.
-            attention_mask: [B,1,1,T] as `cache.draft_mask` makes it; None makes it.
-            cache: lengths already cover the accepted tokens.
-            seed_topk_B1K: selection of the last accepted row; entries of -1 are ignored.
+            seed: of `gather_seed`.
 
         Returns:
             Hidden states after `shared_head.norm` [B,1,C].
         """
-        if attention_mask is None:
-            attention_mask = cache.draft_mask(self._mask_dtype(hidden_B1C))
-        # -1 pads rows shorter than K, and those have selected everything, position 0 included: the
-        # clamp adds nothing to the selection, and transformers' scatter needs valid positions.
-        seed = seed_topk_B1K.clamp(min=0)
+        from glm_compile.cache import SeedCache
+
+        cache = SeedCache(seed, self._model.config.kv_lora_rank)
         hidden, _ = self._step(
             self._draft_layer,
             input_ids_B1,
             hidden_B1C,
             position_ids_B1,
-            attention_mask,
-            cache.read_only(),
-            seed,
+            cache.mask(self._mask_dtype(hidden_B1C)),
+            cache,
+            cache.selection(),
         )
         return hidden
 
@@ -191,8 +201,8 @@ class GlmMoeDsaMtp(nn.Module):
         hidden: torch.Tensor,
         position_ids: torch.Tensor,
         attention_mask: torch.Tensor,
-        cache: PagedCache | ReadOnlyPagedCache,
-        seed: torch.Tensor | None,
+        cache: PagedCache | SeedCache,
+        topk: torch.Tensor | None,
     ) -> tuple[torch.Tensor, torch.Tensor]:
         embedding = (
             self._model.model.embed_tokens if self.embed_tokens is None else self.embed_tokens
@@ -204,7 +214,7 @@ class GlmMoeDsaMtp(nn.Module):
             attention_mask=attention_mask,
             position_ids=position_ids,
             position_embeddings=self._model.model.rotary_emb(hidden, position_ids=position_ids),
-            prev_topk_indices=seed,
+            prev_topk_indices=topk,
             **{self._cache_argument: cache},
         )
         return self.shared_head.norm(hidden), topk

@@ -319,7 +319,7 @@ def _decode(
     )
     uses_mtp = request.num_drafts > 0
     with steps.borrow_cache(request.batch_size, needed_cache_len(request), int(uses_mtp)) as cache:
-        mtp_steps = steps.for_mtp(mtp, cache) if uses_mtp else None
+        mtp_steps = steps.for_mtp(mtp, cache, request.is_index_shared) if uses_mtp else None
         decoded = DecodingLoop(request, steps.for_target(cache), mtp_steps, cache).run()
     sequences = assemble(
         decoded.text_BW, request.prompt.given_width, decoded.counts, request.pad_id

@@ -7,7 +7,7 @@ iteration.
     accept        n tokens of each row, clipped by end-of-sequence and budget
     draft-extend  the MTP layer on the same rows, with the accepted tokens; row n-1 gives the next
     d1,
-                  its hidden state and the selection that seeds the draft steps
+                  its hidden state and the selected latents that the draft steps attend to
     advance       L += n; what was written beyond is never seen again and gets overwritten
     draft         k-1 more steps of the MTP layer
 
@@ -244,10 +244,14 @@ class DecodingLoop:
         self,
         bonus_B: torch.Tensor,
         hidden_B1C: torch.Tensor,
-        seed_B1K: torch.Tensor,
         logits_B1V: torch.Tensor,
+        *seed: torch.Tensor,
     ) -> Relay:
-        """Propose k tokens behind the bonus token; the first comes from draft-extend's logits."""
+        """Propose k tokens behind the bonus token; the first comes from draft-extend's logits.
+
+        Args:
+            seed: latents [B,K,X] and which count [B,K], for steps with a shared index.
+        """
         assert self.mtp is not None
         num_drafts = self.request.num_drafts
         is_shared = self.request.is_index_shared
@@ -269,11 +273,11 @@ class DecodingLoop:
                 break
             if is_shared:
                 hidden_B1C, logits_B1V = self.mtp.draft(
-                    draft_B1, hidden_B1C, seed_B1K, self.draft_steps[step], self.cache
+                    draft_B1, hidden_B1C, *seed, self.draft_steps[step], self.cache.lengths
                 )
             else:
                 row_B = torch.zeros_like(bonus_B)
-                hidden_B1C, _, logits_B1V = self.mtp.extend(draft_B1, hidden_B1C, row_B, self.cache)
+                hidden_B1C, logits_B1V = self.mtp.extend(draft_B1, hidden_B1C, row_B, self.cache)
                 self.cache.advance(1)
         if held_B is not None:
             self.cache.set_lengths(held_B)
@@ -319,9 +323,8 @@ class DecodingLoop:
             row_B = (last_B - start).clamp(0, ids_BS.shape[1] - 1)
             chunk = self.mtp.extend_prompt(ids_BS, hidden_BSC, row_B, self.cache)
             row = tuple(_choose(last_B >= start, new, old) for new, old in zip_longest(chunk, row))
-        hidden_B1C, seed_B1K, draft_logits_B1V = row
         self.cache.set_lengths(prompt.lengths_B)
-        return self._draft(bonus_B, hidden_B1C, seed_B1K, draft_logits_B1V)
+        return self._draft(bonus_B, *row)
 
     def _chunks(self, ids_BP: torch.Tensor) -> Iterator[tuple[int, torch.Tensor]]:
         """Yield (start, ids [B,S]) with the cache's lengths at the chunk's start."""

@@ -4,7 +4,7 @@ Each has few shapes: the prompt (dynamic length), a verify step (S = 1 + drafts)
 (S = 1), a draft step. Masks are made inside the compiled function from the cache's lengths, so that
 their meaning is known to the backend; positions are tensors, so that no step recompiles.
 
-B batch, S query tokens, C hidden, K selected tokens, V vocabulary.
+B batch, S query tokens, C hidden, K selected tokens, X width of a cached row, V vocabulary.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from typing import Any
 
 import torch
 
-from glm_compile.cache import PagedCache
+from glm_compile.cache import DraftSeed, PagedCache
 from glm_compile.errors import UnsupportedError
 from glm_compile.model_facts import cache_argument, mask_dtype
 
@@ -127,47 +127,58 @@ class MtpSteps:
     """Forwards of the MTP layer: extend (prompt and block) and draft.
 
     `extend` writes the layer's rows at the cache's lengths; nothing advances them.
+
+    Args:
+        is_index_shared: whether draft steps share the selection of a row, whose latents `extend`
+            then reads for all of them.
     """
 
-    def __init__(self, mtp: Any, compiler: Compiler | None) -> None:
+    def __init__(self, mtp: Any, compiler: Compiler | None, is_index_shared: bool) -> None:
         self.mtp = mtp
+        self.is_index_shared = is_index_shared
 
         def run_extend(
             ids_BS: torch.Tensor, hidden_BSC: torch.Tensor, row_B: torch.Tensor, cache: PagedCache
-        ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        ) -> tuple[torch.Tensor, ...]:
             positions_BS = _positions(ids_BS, cache)
             hidden_BSC, topk_BSK = mtp.extend(ids_BS, hidden_BSC, positions_BS, None, cache)
             hidden_B1C = select_row(hidden_BSC, row_B)
-            return hidden_B1C, select_row(topk_BSK, row_B), mtp.compute_logits(hidden_B1C)
+            logits_B1V = mtp.compute_logits(hidden_B1C)
+            if not is_index_shared:
+                return hidden_B1C, logits_B1V
+            seed = mtp.gather_seed(select_row(topk_BSK, row_B), cache, cache.lengths + row_B + 1)
+            return hidden_B1C, logits_B1V, *seed
 
         # Two functions, so that neither counts as a recompilation of the other.
         def extend(
             ids_BS: torch.Tensor, hidden_BSC: torch.Tensor, row_B: torch.Tensor, cache: PagedCache
-        ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        ) -> tuple[torch.Tensor, ...]:
             return run_extend(ids_BS, hidden_BSC, row_B, cache)
 
         def extend_prompt(
             ids_BS: torch.Tensor, hidden_BSC: torch.Tensor, row_B: torch.Tensor, cache: PagedCache
-        ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        ) -> tuple[torch.Tensor, ...]:
             return run_extend(ids_BS, hidden_BSC, row_B, cache)
 
         def draft(
             ids_B1: torch.Tensor,
             hidden_B1C: torch.Tensor,
-            seed_B1K: torch.Tensor,
+            latents_BKX: torch.Tensor,
+            is_valid_BK: torch.Tensor,
             step: torch.Tensor,
-            cache: PagedCache,
+            lengths_B: torch.Tensor,
         ) -> tuple[torch.Tensor, torch.Tensor]:
-            positions_B1 = (cache.lengths + step).to(torch.long)[:, None]
-            hidden_B1C = mtp.draft(ids_B1, hidden_B1C, positions_B1, None, cache, seed_B1K)
+            positions_B1 = (lengths_B + step).to(torch.long)[:, None]
+            seed = DraftSeed(latents_BKX, is_valid_BK)
+            hidden_B1C = mtp.draft(ids_B1, hidden_B1C, positions_B1, seed)
             return hidden_B1C.contiguous(), mtp.compute_logits(hidden_B1C)
 
         #: (ids [B,S] one token ahead, hidden [B,S,C], row [B], cache)
-        #: -> hidden of the row [B,1,C], its selection [B,1,K], its logits [B,1,V]
+        #: -> hidden of the row [B,1,C], its logits [B,1,V], and with a shared index its seed
         self.extend = _static(compiler, extend)
         self.extend_prompt = _dynamic(compiler, extend_prompt)
-        #: (draft [B,1], hidden [B,1,C], seed [B,1,K], step 0-d, cache) -> hidden [B,1,C], logits
-        #: [B,1,V]
+        #: (draft [B,1], hidden [B,1,C], seed [B,K,X] and [B,K], step 0-d, lengths [B])
+        #: -> hidden [B,1,C], logits [B,1,V]
         self.draft = _static(compiler, draft)
 
 
@@ -206,12 +217,12 @@ class Steps:
             self._target[key] = TargetSteps(self.model, self.compiler)
         return self._target[key]
 
-    def for_mtp(self, mtp: Any, cache: PagedCache) -> MtpSteps:
+    def for_mtp(self, mtp: Any, cache: PagedCache, is_index_shared: bool) -> MtpSteps:
         """Forwards of an MTP layer on such a cache."""
-        key = (cache.batch_size, cache.max_cache_len)
+        key = (cache.batch_size, cache.max_cache_len, is_index_shared)
         steps = self._mtp.get(key)
         if steps is None or steps.mtp is not mtp:
-            steps = self._mtp[key] = MtpSteps(mtp, self.compiler)
+            steps = self._mtp[key] = MtpSteps(mtp, self.compiler, is_index_shared)
         return steps
 
     @property

@@ -153,8 +153,13 @@ def mark_indexer_topk(gm: fx.GraphModule) -> None:
                 torch.ops.glm.masked_topk.default,
                 (scores, lengths, None, key_mask, node.args[1]),
             )
+            # What scatters with a selection must find no -1 there.
+            last = graph.call_function(torch.clamp, (graph.call_method("amax", (new, -1, True)), 0))
+            filled = graph.call_function(
+                torch.where, (graph.call_function(operator.lt, (new, 0)), last, new)
+            )
         new.meta = dict(result.meta)
-        result.replace_all_uses_with(new)
+        result.replace_all_uses_with(filled)
         for dead in (result, indices, node, masked):
             graph.erase_node(dead)
     gm.recompile()

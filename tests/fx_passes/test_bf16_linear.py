@@ -126,6 +126,7 @@ def test_the_unmodified_model_has_no_bf16_product_left(level: str) -> None:
     assert counts == {
         "indexer_topk": 1,
         "indexer_prologue": 1,
+        "sparse_mla": 0,  # the mask was not read
         "merge_linears": 3,
         "bf16_linear": 4,
         # q_a's, and without a cache kv_a's
@@ -137,7 +138,8 @@ def test_the_unmodified_model_has_no_bf16_product_left(level: str) -> None:
 
 def test_a_disabled_pass_is_not_made() -> None:
     names = [p.name for p in make_passes(PassOptions(disable=frozenset(["merge_linears", "mask"])))]
-    assert names == ["indexer_topk", "indexer_prologue", "bf16_linear", "rms_norm_linear"]
+    others = ["indexer_topk", "indexer_prologue", "sparse_mla", "bf16_linear", "rms_norm_linear"]
+    assert names == others
 
 
 def test_an_unknown_tier_is_an_error_that_names_the_known_ones() -> None:

@@ -61,10 +61,10 @@ def test_ten_layers_are_five_kinds() -> None:
     assert [kind.name for kind in split.kinds] == ["head", "layer_0", "layer_3", "layer_6", "tail"]
     assert len(split.steps) == 12
 
-    # What is not a parameter or a cache tensor: hidden, cos, sin, lengths, and the selection.
+    # What is not a parameter or a cache tensor: hidden, cos, sin, and the selection.
     shared = split.kinds[2].uses[-1]
     made = [source for source in shared.inputs if source.argument is None]
-    assert len(made) == 5
+    assert len(made) == 4
     names = [source.parameter for source in shared.inputs if source.parameter]
     assert "model.layers.9.self_attn.q_a_proj.weight" in names
     assert set(names) <= set(dict(model.named_parameters())) | set(dict(model.named_buffers()))
@@ -78,7 +78,7 @@ def test_ten_layers_are_five_kinds() -> None:
 
 
 def test_bounds_sit_in_the_head() -> None:
-    """Layers take the lengths, never a mask."""
+    """Layers with an indexer take lengths and padding, never a mask; shared ones a selection."""
     recorder = Recorder(kinds=True)
     mask = torch.ones(2, 26, dtype=torch.long)
     mask[0, :3] = 0
@@ -87,13 +87,13 @@ def test_bounds_sit_in_the_head() -> None:
     compiled(tokens(2, 6), **filled_cache(model, "static", 2, mask, attention_mask=mask))
     (split,) = recorder.splits
     assert len(split.kinds) == 4
-    for kind in split.kinds[1:-1]:
+    for kind, num_masks in zip(split.kinds[1:-1], (1, 0)):
         bools = [
             value
             for value in kind.example_inputs
             if isinstance(value, torch.Tensor) and value.dtype == torch.bool
         ]
-        assert [tuple(value.shape) for value in bools] == [(2, 1, 96)]
+        assert [tuple(value.shape) for value in bools] == [(2, 1, 96)] * num_masks
 
 
 def test_symbolic_lengths() -> None:
@@ -165,14 +165,15 @@ def test_draft_steps_in_one_graph_share_a_kind() -> None:
     mtp = GlmMoeDsaMtp(model)
     cache = PagedCache(model.config, 2, 64, num_mtp_layers=1)
     model(tokens(2, 20), **{CACHE_ARGUMENT: cache})
-    seed = torch.arange(10, 18, dtype=torch.int32).expand(2, 1, 8).contiguous()
+    topk = torch.arange(10, 18, dtype=torch.int32).expand(2, 1, 8)
+    seed = mtp.gather_seed(topk, cache)
     hidden = torch.randn(2, 1, 128)
 
     def drafts(token: torch.Tensor, hidden: torch.Tensor) -> torch.Tensor:
         made = []
         for step in range(3):
             positions = torch.full((2, 1), 20 + step)
-            hidden = mtp.draft(token, hidden, positions, None, cache, seed)
+            hidden = mtp.draft(token, hidden, positions, seed)
             token = mtp.compute_logits(hidden).argmax(-1)
             made.append(token)
         return torch.cat(made, 1)

@@ -5,7 +5,7 @@ import warnings
 import pytest
 import torch
 
-from glm_compile.cache import FP8, PagedCache
+from glm_compile.cache import FP8, PagedCache, SeedCache
 from glm_compile.capacity import held_tokens
 from glm_compile.errors import ConfigError, UnsupportedError
 from glm_compile.model_facts import GlmDsaConfig
@@ -554,24 +554,36 @@ class TestTensors:
             cache.update_indexer(torch.zeros(1, 1, 128), 2)
 
 
-class TestReadOnly:
-    def test_a_view_reads_and_never_writes(self):
+class TestSeed:
+    def test_rows_are_read_where_the_table_says_and_never_written(self):
         model = tiny_model()
-        cache = PagedCache(model.config, 1, 64)
-        step(model, random_ids(1, 20), cache)
+        cache = PagedCache(model.config, 2, 100)
+        cache.block_table.copy_(torch.tensor([[3, 1], [2, 0]]))
+        step(model, random_ids(2, 90), cache)
         pages = cache.layers[3].latent_pages.clone()
-        view = cache.read_only()
-        latents, rotated = view.update(torch.ones(1, 1, 1, 64), torch.ones(1, 1, 1, 64), 3)
-        assert torch.equal(torch.cat([latents, rotated], -1)[0, 0], pages.view(-1, 128))
-        assert torch.equal(cache.layers[3].latent_pages, pages)
-        assert cache.lengths.tolist() == [20]
-        with pytest.raises(ValueError, match="draft step"):
-            view.update_indexer(torch.ones(1, 1, 128), 3)
+        topk = torch.tensor([[0, 63, 64, 89], [5, 70, 70, -1]], dtype=torch.int32)
+        seed = cache.gather_rows(3, topk)
+        slots = [[3 * 64, 3 * 64 + 63, 64, 64 + 25], [2 * 64 + 5, 6]]
+        assert torch.equal(seed.latents_BKX[0], pages.view(-1, 128)[slots[0]])
+        assert torch.equal(seed.latents_BKX[1, :2], pages.view(-1, 128)[slots[1]])
+        assert seed.is_valid_BK.tolist() == [[True] * 4, [True, True, False, False]]
 
-    def test_its_mask_ends_with_what_is_cached(self):
+        view = SeedCache(seed, 64)
+        latents, rotated = view.update(torch.ones(2, 1, 1, 64), torch.ones(2, 1, 1, 64), 3)
+        assert torch.equal(torch.cat([latents, rotated], -1)[:, 0], seed.latents_BKX)
+        assert torch.equal(cache.layers[3].latent_pages, pages)
+        with pytest.raises(ValueError, match="draft step"):
+            view.update_indexer(torch.ones(2, 1, 128), 3)
+
+    def test_what_lies_beyond_the_lengths_does_not_count(self):
         cache = PagedCache(tiny_config(), 3, 8)
         cache.set_lengths([3, 0, 8])
-        assert cache.draft_mask().sum(-1).flatten().tolist() == [3, 0, 8]
+        topk = torch.arange(8, dtype=torch.int32).expand(3, 8)
+        for lengths, expected in ((None, [3, 0, 8]), (torch.tensor([4, 1, 0]), [4, 1, 0])):
+            seed = cache.gather_rows(0, topk, lengths)
+            assert seed.is_valid_BK.sum(-1).tolist() == expected
+            mask = SeedCache(seed, 64).mask()
+            assert torch.equal(mask[:, 0, 0], seed.is_valid_BK)
         assert cache.causal_mask(2).sum(-1).tolist() == [[[4, 5]], [[1, 2]], [[8, 8]]]
 
 
@@ -590,6 +602,7 @@ def test_steps_of_different_lengths_never_wait_for_the_device(index_dtype):
     cache.auto_advance = False
     latents = torch.randn(2, 1, 6, 64, device="cuda")
     keys_BSD = torch.randn(2, 6, 128, device="cuda")
+    topk = torch.arange(8, dtype=torch.int32, device="cuda").expand(2, 8)
     kept = torch.tensor([6, 2], device="cuda")
     lengths = torch.tensor([3, 4], device="cuda")
     torch.cuda.synchronize()
@@ -600,8 +613,8 @@ def test_steps_of_different_lengths_never_wait_for_the_device(index_dtype):
             cache.update(latents, latents, 0)
             cache.update_indexer(keys_BSD, 0)
             cache.advance(kept)
-            cache.draft_mask()
-            cache.read_only().update(latents, latents, 0)
+            seed = cache.gather_rows(0, topk)
+            SeedCache(seed, 64).mask()
         cache.set_lengths(lengths)
         cache.crop(-1)
     finally:

@@ -163,12 +163,12 @@ class TestNumbers:
         assert topk.dtype == torch.int32 and topk.shape == (1, length, 8)
         assert set(topk[0, -1].tolist()) == set(chosen[-1].nonzero().flatten().tolist())
 
-        seed = topk[:, -1:]
+        seed = mtp.gather_seed(topk[:, -1:], cache)
         hidden_B1C, plain_hidden = out[:, -1:], expected[-1:]
         for index in range(3):
             token = torch.randint(0, 500, (1, 1))
             at = torch.tensor([length + index])
-            hidden_B1C = mtp.draft(token, hidden_B1C, at[None], None, cache, seed)
+            hidden_B1C = mtp.draft(token, hidden_B1C, at[None], seed)
             x, normed = plain.inputs(token[0], plain_hidden)
             plain_hidden = plain.output(plain.layer(x, normed, at, latent, rotated, chosen[-1:]))
             torch.testing.assert_close(hidden_B1C[0], plain_hidden, **TOLERANCE)
@@ -184,16 +184,20 @@ class TestNumbers:
             next_ids(ids), hidden_states(model, ids), positions(cache, 30), None, cache
         )
         cache.advance(30)
-        seed = topk[:, -1:]
-        arguments = (torch.tensor([[5]]), out[:, -1:], torch.tensor([[30]]), None, cache, seed)
-        before = mtp.draft(*arguments)
+        topk = topk[:, -1:]
+
+        def draft():
+            seed = mtp.gather_seed(topk, cache)
+            return mtp.draft(torch.tensor([[5]]), out[:, -1:], torch.tensor([[30]]), seed)
+
+        before = draft()
         pages = cache.layers[-1].latent_pages.view(-1, 128)
         outside = torch.ones(len(pages), dtype=torch.bool)
-        outside[seed.flatten().long()] = False
+        outside[topk.flatten().long()] = False
         pages[outside] = 1e4
-        assert torch.equal(mtp.draft(*arguments), before)
-        pages[seed[0, 0, 0]] += 1
-        assert not torch.equal(mtp.draft(*arguments), before)
+        assert torch.equal(draft(), before)
+        pages[topk[0, 0, 0]] += 1
+        assert not torch.equal(draft(), before)
 
     def test_padding_of_a_short_seed_adds_nothing(self):
         model = tiny_model()
@@ -204,10 +208,12 @@ class TestNumbers:
             next_ids(ids), hidden_states(model, ids), positions(cache, 5), None, cache
         )
         cache.advance(5)
-        rest = (torch.tensor([[5]]), out[:, -1:], torch.tensor([[5]]), None, cache)
-        padded = torch.tensor([[[0, 1, 2, 3, 4, -1, -1, -1]]], dtype=torch.int32)
-        expected = mtp.draft(*rest, topk[:, -1:])
-        torch.testing.assert_close(mtp.draft(*rest, padded), expected, **TOLERANCE)
+        rest = (torch.tensor([[5]]), out[:, -1:], torch.tensor([[5]]))
+        expected = mtp.draft(*rest, mtp.gather_seed(topk[:, -1:], cache))
+        for padding in (-1, 4, 5):
+            padded = torch.tensor([[[0, 1, 2, 3, 4] + [padding] * 3]], dtype=torch.int32)
+            found = mtp.draft(*rest, mtp.gather_seed(padded, cache))
+            torch.testing.assert_close(found, expected, **TOLERANCE)
 
 
 class TestCacheRows:
@@ -256,9 +262,8 @@ class TestCacheRows:
         before = copy.deepcopy(cache)
         rows = torch.tensor([19, 14])
         at = torch.arange(2), rows
-        mtp.draft(
-            ids[:, :1], out[at][:, None], cache.lengths[:, None], None, cache, topk[at][:, None]
-        )
+        seed = mtp.gather_seed(topk[at][:, None], cache)
+        mtp.draft(ids[:, :1], out[at][:, None], cache.lengths[:, None], seed)
         for layer, layer_before in zip(cache.layers, before.layers):
             assert torch.equal(layer.latent_pages, layer_before.latent_pages)
             if layer.key_pages is not None:
@@ -305,10 +310,11 @@ class TestCompiled:
 
             return aot_eager(graph_module, example_inputs)
 
-        def drafts(token, hidden, cache, seed):
+        def drafts(token, hidden, cache, topk):
             chain = []
+            seed = mtp.gather_seed(topk, cache)
             for index in range(5):
-                hidden = mtp.draft(token, hidden, cache.lengths[:, None] + index, None, cache, seed)
+                hidden = mtp.draft(token, hidden, cache.lengths[:, None] + index, seed)
                 token = mtp.compute_logits(hidden).argmax(-1)
                 chain.append(token)
             return torch.cat(chain, 1)
@@ -355,7 +361,8 @@ class TestModule:
         out, topk = mtp.extend(ids, hidden, positions(cache, 12), None, cache)
         cache.advance(12)
         at = torch.tensor([[12]])
-        assert mtp.draft(ids[:, :1], out[:, -1:], at, None, cache, topk[:, -1:]).isfinite().all()
+        seed = mtp.gather_seed(topk[:, -1:], cache)
+        assert mtp.draft(ids[:, :1], out[:, -1:], at, seed).isfinite().all()
 
     def test_dtypes_follow_the_model(self):
         model = tiny_model(dtype=torch.bfloat16)

@@ -91,5 +91,6 @@ def test_disabling_the_mask_disables_what_stands_on_it():
         "mask",
         "indexer_prologue",
         "indexer_topk",
+        "sparse_mla",
     }
     assert CompileOptions(disable=("indexer_topk",)).disabled == {"indexer_topk"}

@@ -52,6 +52,7 @@ class ScriptedMtp:
         self.vocab_size = vocab_size
         self.inner = inner
         self.is_index_shared = True
+        self.lengths = torch.zeros(0)
         self.iteration = -1
         self.draft_index = 0
 
@@ -64,12 +65,16 @@ class ScriptedMtp:
         self.iteration += 1
         return self._answer(positions_BS, hidden_BSC, 0), seed_BSK
 
-    def draft(
-        self, ids_B1: Any, hidden_B1C: Any, positions_B1: Any, mask: Any, cache: Any, seed: Any
-    ) -> torch.Tensor:
+    def gather_seed(self, topk_B1K: Any, cache: Any, lengths_B: Any) -> Any:
+        self.lengths = cache.lengths
         if self.inner is not None:
-            self.inner.draft(ids_B1, hidden_B1C, positions_B1, mask, cache, seed)
-        index = int((positions_B1[:, 0] - cache.lengths).max()) + 1
+            return self.inner.gather_seed(topk_B1K, cache, lengths_B)
+        return cache.gather_rows(0, topk_B1K[:, 0], lengths_B)
+
+    def draft(self, ids_B1: Any, hidden_B1C: Any, positions_B1: Any, seed: Any) -> torch.Tensor:
+        if self.inner is not None:
+            self.inner.draft(ids_B1, hidden_B1C, positions_B1, seed)
+        index = int((positions_B1[:, 0] - self.lengths).max()) + 1
         return self._answer(positions_B1, hidden_B1C, index)
 
     def compute_logits(self, hidden: torch.Tensor) -> torch.Tensor:

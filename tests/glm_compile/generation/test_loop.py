@@ -182,12 +182,45 @@ def test_the_drafts_equal_ones_made_from_scratch(
     hidden, _ = loop.target.prompt(text[:, :-1], torch.zeros(1, dtype=torch.long), fresh)
     hidden, topk = mtp.extend(text[:, 1:], hidden, torch.arange(length)[None], None, fresh)
     fresh.set_lengths(length)
-    hidden, seed = hidden[:, -1:], topk[:, -1:]
+    hidden, seed = hidden[:, -1:], mtp.gather_seed(topk[:, -1:], fresh)
     for step in range(4):
         draft = mtp.compute_logits(hidden).argmax(-1)
         assert torch.equal(draft, relay.drafts_Bk[:, step : step + 1]), step
         position = torch.tensor([[length + step]])
-        hidden = mtp.draft(draft, hidden, position, None, fresh, seed)
+        hidden = mtp.draft(draft, hidden, position, seed)
+
+
+def test_draft_steps_share_latents_that_are_read_once(
+    model: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Once a block, at its draft-extend; the steps behind it get by without the cache."""
+    loop = capture_loop(monkeypatch, model, prompt_of(13), random_mtp(model), num_draft_tokens=4)
+    assert loop.mtp is not None
+    seeds: list[list[torch.Tensor]] = []
+    pages = loop.cache.layers[-1].latent_pages
+    gather_rows, draft = loop.cache.gather_rows, loop.mtp.draft
+
+    def gather(*args: Any) -> Any:
+        seeds.append([])
+        return gather_rows(*args)
+
+    def draft_without_cache(*args: Any) -> Any:
+        seeds[-1].append(args[2])
+        held = pages.clone()
+        pages.fill_(torch.nan)
+        try:
+            return draft(*args)
+        finally:
+            pages.copy_(held)
+
+    monkeypatch.setattr(loop.cache, "gather_rows", gather)
+    monkeypatch.setattr(loop.mtp, "draft", draft_without_cache)
+    relay = loop._prefill()
+    for _ in range(2):
+        relay = loop._iterate(relay)
+    assert [len(steps) for steps in seeds] == [3, 3, 3]
+    assert all(step is steps[0] for steps in seeds for step in steps)
+    assert seeds[0][0].shape == (1, model.config.index_topk, 128)
 
 
 def test_a_finished_row_writes_behind_its_frozen_length_only(
@@ -247,12 +280,12 @@ def test_an_iteration_reads_the_device_in_one_place(
     relay = loop._prefill()
     # The layers' own code is not the loop's.
     hidden = torch.zeros(2, 3, 128)
-    seed = torch.zeros(2, 1, 8, dtype=torch.int32)
+    logits = torch.randn(2, 1, VOCAB)
+    seed = torch.zeros(2, 8, 128), torch.ones(2, 8, dtype=torch.bool)
     monkeypatch.setattr(loop.target, "verify", lambda *a: (hidden, torch.randn(2, 3, VOCAB)))
     assert loop.mtp is not None
-    draft = (hidden[:, :1], seed, torch.randn(2, 1, VOCAB))
-    monkeypatch.setattr(loop.mtp, "extend", lambda *a: draft)
-    monkeypatch.setattr(loop.mtp, "draft", lambda *a: (draft[0], draft[2]))
+    monkeypatch.setattr(loop.mtp, "extend", lambda *a: (hidden[:, :1], logits, *seed))
+    monkeypatch.setattr(loop.mtp, "draft", lambda *a: (hidden[:, :1], logits))
     reads = []
     read_block = loop._read_block
     monkeypatch.setattr(loop, "_read_block", lambda *a: reads.append(1) or read_block(*a))
