@@ -13,8 +13,9 @@ agree, so a lane takes eight adjacent ones, of the matrix and of a row. Its line
 tile's rows are dealt to lanes such that the lanes that are served together use all banks.
 
 Under programmatic dependent launch the matrix is requested before the kernels ahead have ended,
-rows are read after. Dependents are let in only then, so what a kernel reads early was written two
-launches ahead at the latest.
+rows are read after. Dependents are let in only then, or at once where that was measured to be
+faster: they wait for this kernel, which waits for those ahead, before they read what was computed.
+What they read early are weights, which no kernel of a step writes.
 
 Shape legend: B batch, S query tokens, R = B * S rows, H heads, K reduction (N or L), L rank of the
 latent, P rope dim.
@@ -36,7 +37,13 @@ from cutlass.memory import SmemAllocator
 from glm_compile.ops._cute import arch_of, compile_kernel
 from glm_compile.ops._cute.device import WARP, load_shared_v4, shared_address
 from glm_compile.ops._cute.stream import load_global_16_bytes, mma_bf16, pack_bf16
-from glm_compile.ops.mla_absorb.config import LINE, QUERY_ROWS, query_tile, value_tile
+from glm_compile.ops.mla_absorb.config import (
+    LINE,
+    QUERY_ROWS,
+    has_early_dependents,
+    query_tile,
+    value_tile,
+)
 
 _LINE_BYTES = LINE * 2
 # Rows of one product.
@@ -464,9 +471,9 @@ def absorb_query_cute(
     kv_b_weight: torch.Tensor,
     *,
     tile: int | None = None,
-    lets_in_early: bool = False,
+    lets_in_early: bool | None = None,
 ) -> torch.Tensor:
-    """Launch the kernel; `tile` overrides the choice of `config`."""
+    """Launch the kernel; `tile` and `lets_in_early` override the choices of `config`."""
     rank = kv_b_weight.shape[1]
     num_heads, num_nope = q_nope.shape[-2:]
     num_copied = q_rot.shape[-1]
@@ -481,7 +488,7 @@ def absorb_query_cute(
         is_transposed=True,
         row_blocks=_row_blocks(x_BSHN),
         num_copied=num_copied,
-        lets_in_early=lets_in_early,
+        lets_in_early=has_early_dependents(num_heads) if lets_in_early is None else lets_in_early,
     )
     copied = _with_batch(q_rot) if num_copied else None
     _run(x_BSHN, copied, kv_b_weight, output, variant)
@@ -494,9 +501,9 @@ def project_values_cute(
     num_values: int,
     *,
     tile: int | None = None,
-    lets_in_early: bool = False,
+    lets_in_early: bool | None = None,
 ) -> torch.Tensor:
-    """Launch the kernel; `tile` overrides the choice of `config`."""
+    """Launch the kernel; `tile` and `lets_in_early` override the choices of `config`."""
     num_heads, rank = o.shape[-2:]
     output = o.new_empty((*o.shape[:-1], num_values))
     if not output.numel():
@@ -508,7 +515,7 @@ def project_values_cute(
         tile=tile or value_tile(num_heads, num_values),
         is_transposed=False,
         row_blocks=_row_blocks(x_BSHL),
-        lets_in_early=lets_in_early,
+        lets_in_early=has_early_dependents(num_heads) if lets_in_early is None else lets_in_early,
     )
     _run(x_BSHL, None, kv_b_weight, output, variant)
     return output

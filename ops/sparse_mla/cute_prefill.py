@@ -57,10 +57,8 @@ _GROUP_WARPS = _GROUP // WARP
 _LINE = 64
 _NUM_LINES = _WIDTH // _LINE
 _HALF = RANK // 2
-# Registers of a thread by role; they add up to those of a multiprocessor.
-_SCORER_REGISTERS = 128
+# Registers of a thread that sums up; the others share what is left of a multiprocessor's.
 _SUMMER_REGISTERS = 160
-_LOADER_REGISTERS = 64
 # In powers of two: how far a maximum may be ahead of the one that sums were taken with.
 _SLACK = 8.0
 _NUM_HANDOVERS = 2
@@ -99,6 +97,8 @@ class SparseMlaPrefillKernel:
         v = variant
         self.v = variant
         self.num_threads = 4 * _GROUP
+        self.scorer_registers = 120 if v.register_lines < 5 else 128
+        self.loader_registers = 512 - 2 * _SUMMER_REGISTERS - self.scorer_registers
         self.stage_bytes = v.tile * _WIDTH * 2
         self.line_bytes = v.tile * 128
         self.shared_lines = _NUM_LINES - v.register_lines
@@ -249,10 +249,10 @@ class SparseMlaPrefillKernel:
         signals = (is_full, is_empty, has_chances, is_handed_over, has_query, is_query_free)
         group = warp // _GROUP_WARPS
         if group == 0:
-            cute.arch.setmaxregister_increase(_SCORER_REGISTERS)
+            cute.arch.setmaxregister_decrease(self.scorer_registers)
             self._score(shared_mma, register_mma, q, scale, shared, signals)
         elif group == 3:
-            cute.arch.setmaxregister_decrease(_LOADER_REGISTERS)
+            cute.arch.setmaxregister_decrease(self.loader_registers)
             self._load(
                 (query_atom, query_coords),
                 (latents, ropes, indices, table, rows_per_sequence),
@@ -264,19 +264,18 @@ class SparseMlaPrefillKernel:
             self._sum(sum_mma, output, group - 1, shared, signals)
 
     @cute.jit
-    def _num_tiles(self, indices, row) -> Int32:
-        """Tiles up to the row's last non-negative index; one at least. All lanes of a warp."""
+    def _num_tiles(self, indices, row, last_index) -> Int32:
+        """Tiles up to the row's last non-negative index; one at least. All lanes of a warp.
+
+        `last_index` is this lane's of the row's last 32.
+        """
         lane = cute.arch.lane_idx()
-        num_slots = Int32(indices.shape[1])
-        end = num_slots
-        last = Int32(0)
-        while end > 0 and last == 0:
-            slot = end - WARP + lane
-            own = Int32(0)
-            if slot >= 0:
-                own = Int32(indices[row, slot] >= 0) * (slot + 1)
-            last = cute.arch.warp_redux_sync(own, "max")
-            end -= WARP
+        slot = Int32(indices.shape[1]) - WARP + lane
+        last = cute.arch.warp_redux_sync(Int32(last_index >= 0) * (slot + 1), "max")
+        while slot - lane > 0 and last == 0:
+            slot -= WARP
+            index = self._number(self._peek(indices, row, slot))
+            last = cute.arch.warp_redux_sync(Int32(index >= 0) * (slot + 1), "max")
         return cutlass.max((last + self.v.tile - 1) // self.v.tile, 1)
 
     def _peek(self, tensor, row, column):
@@ -321,29 +320,14 @@ class SparseMlaPrefillKernel:
         slot = Int32(0)
         phase = Int32(1)
         query_phase = Int32(1)
+        last_slot = Int32(indices.shape[1]) - WARP + lane
         row = Int32(block)
-        num_tiles = Int32(0)
-        if row < num_rows:
-            num_tiles = self._num_tiles(indices, row)
+        last_index = self._peek(indices, row, last_slot)
         while row < num_rows:
             sequence = row // rows_per_sequence
-            if warp == 0:
-                cute.arch.mbarrier_wait(is_query_free, query_phase)
-                with cute.arch.elect_one():
-                    cute.arch.mbarrier_arrive_and_expect_tx(has_query, self.query_bytes)
-                query_from = cute.local_tile(
-                    query_coords, (MAX_HEADS, self.shared_lines * _LINE, 1), (0, 0, row)
-                )
-                query_to, query_from = cpasync.tma_partition(
-                    query_atom,
-                    0,
-                    cute.make_layout(1),
-                    cute.group_modes(queries, 0, 2),
-                    cute.group_modes(query_from, 0, 3),
-                )
-                cute.copy(query_atom, query_from, query_to[None, 0], tma_bar_ptr=has_query)
-                query_phase ^= 1
-
+            num_tiles = self._num_tiles(indices, row, self._number(last_index))
+            following = cutlass.min(row + num_blocks, num_rows - 1)
+            last_index = self._peek(indices, following, last_slot)
             # Looked up ahead: indices two tiles, pages one.
             at = own_token
             index = self._number(self._peek(indices, row, at))
@@ -353,7 +337,6 @@ class SparseMlaPrefillKernel:
             page = None
             if cutlass.const_expr(table is not None):
                 page = self._peek(table, sequence, index // v.page_size)
-            following_tiles = Int32(0)
             for tile in cutlass.range(num_tiles, unroll=1):
                 # Where this lane's token lies; -1: it does not count.
                 outer = Int32(-1)
@@ -425,10 +408,23 @@ class SparseMlaPrefillKernel:
                 if slot == v.num_stages:
                     slot = Int32(0)
                     phase ^= 1
-                if tile == 0 and row + num_blocks < num_rows:
-                    # Here, because copies are under way.
-                    following_tiles = self._num_tiles(indices, row + num_blocks)
-            num_tiles = following_tiles
+                if tile == 0 and warp == 0:
+                    # Not earlier: the scores of the row before may still be under way.
+                    cute.arch.mbarrier_wait(is_query_free, query_phase)
+                    with cute.arch.elect_one():
+                        cute.arch.mbarrier_arrive_and_expect_tx(has_query, self.query_bytes)
+                    query_from = cute.local_tile(
+                        query_coords, (MAX_HEADS, self.shared_lines * _LINE, 1), (0, 0, row)
+                    )
+                    query_to, query_from = cpasync.tma_partition(
+                        query_atom,
+                        0,
+                        cute.make_layout(1),
+                        cute.group_modes(queries, 0, 2),
+                        cute.group_modes(query_from, 0, 3),
+                    )
+                    cute.copy(query_atom, query_from, query_to[None, 0], tma_bar_ptr=has_query)
+                    query_phase ^= 1
             row += num_blocks
 
     @cute.jit

@@ -10,7 +10,12 @@ import pytest
 import torch
 
 from glm_compile.ops.mla_absorb import absorb_query, project_values
-from glm_compile.ops.mla_absorb.config import MAX_FEW_ROWS, query_tile, value_tile
+from glm_compile.ops.mla_absorb.config import (
+    MAX_FEW_ROWS,
+    has_early_dependents,
+    query_tile,
+    value_tile,
+)
 from tests.ops.test_mla_absorb import check, make_inputs, oracles, spread_apart
 
 pytestmark = pytest.mark.usefixtures("cute_gpu")
@@ -78,9 +83,10 @@ def test_compiles_without_spilling(sizes, row_blocks, arch, tmp_path):
     from tests.compile_only import compile_cute
 
     H, N, P, L, V = sizes
+    is_early = has_early_dependents(H)
     for name, variant in (
-        ("query", Variant(N, L, query_tile(H, L), True, row_blocks, P)),
-        ("values", Variant(L, V, value_tile(H, V), False, row_blocks)),
+        ("query", Variant(N, L, query_tile(H, L), True, row_blocks, P, lets_in_early=is_early)),
+        ("values", Variant(L, V, value_tile(H, V), False, row_blocks, lets_in_early=is_early)),
     ):
         folder = tmp_path / name
         folder.mkdir()
@@ -95,10 +101,11 @@ def test_compiles_without_spilling(sizes, row_blocks, arch, tmp_path):
         assert kernel.num_rows * variant.tile * 4 <= kernel.part_bytes
         assert "mma.sync.aligned.m16n8k16" in compiled.ptx
         assert ("ldmatrix" in compiled.ptx) == variant.is_transposed
-        # The matrix is asked for before the kernels ahead have ended, dependents let in after.
+        # The matrix is asked for before the kernels ahead have ended.
         wait = compiled.ptx.index("griddepcontrol.wait")
         assert compiled.ptx.index("cp.async.bulk.tensor") < wait
-        assert wait < compiled.ptx.index("griddepcontrol.launch_dependents")
+        let_in = compiled.ptx.index("griddepcontrol.launch_dependents")
+        assert (let_in < wait) == variant.lets_in_early
 
 
 @pytest.mark.gpu
