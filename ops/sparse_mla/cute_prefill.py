@@ -681,19 +681,33 @@ class SparseMlaPrefillKernel:
 
     @cute.jit
     def _store(self, sums, output, row, head, half, lane, factor0, factor1) -> None:
-        """Store this thread's two heads of a row, four bytes at a time."""
+        """Store this thread's two heads of a row.
+
+        Neighbours swap, so that a thread has four adjacent columns of every other block of eight:
+        the lanes of a head then write 32 adjacent bytes at once.
+        """
         num_heads = Int32(output.shape[1])
+        is_odd = lane % 2
+        column = half * _HALF + is_odd * 8 + lane % 4 // 2 * 4
         address = output.iterator.toint() + 2 * (
-            (Int64(row) * Int64(num_heads) + Int64(head)) * RANK
-            + Int64(half * _HALF + lane % 4 * 2)
+            (Int64(row) * Int64(num_heads) + Int64(head)) * RANK + Int64(column)
         )
-        wanted0 = Int32(head < num_heads)
-        wanted1 = Int32(head + 8 < num_heads)
-        for i in cutlass.range_constexpr(_HALF // 8):
-            word = pack_bf16(sums[4 * i] * factor0, sums[4 * i + 1] * factor0)
-            _store_word(address + i * 16, word, wanted0)
-            word = pack_bf16(sums[4 * i + 2] * factor1, sums[4 * i + 3] * factor1)
-            _store_word(address + (8 * RANK * 2 + i * 16), word, wanted1)
+        for of_head in cutlass.range_constexpr(2):
+            factor = factor1 if of_head else factor0
+            wanted = Int32(head + 8 * of_head < num_heads)
+            for i in cutlass.range_constexpr(0, _HALF // 8, 2):
+                at = 4 * i + 2 * of_head
+                even = pack_bf16(sums[at] * factor, sums[at + 1] * factor)
+                odd = pack_bf16(sums[at + 4] * factor, sums[at + 5] * factor)
+                kept, sent = even, odd
+                if is_odd == 1:
+                    kept, sent = odd, even
+                received = cute.arch.shuffle_sync_bfly(sent, 1)
+                first, second = kept, received
+                if is_odd == 1:
+                    first, second = received, kept
+                to = address + (of_head * 8 * RANK * 2 + i * 16)
+                _store_words(to, first, second, wanted)
 
 
 def _top(products, half: int, tile: int) -> Float32:
@@ -775,11 +789,12 @@ def _load_integer(address: Int64, is_wanted: Int32, dtype: Any) -> Any:
     )
 
 
-def _store_word(address: Int64, value: Int32, is_wanted: Int32) -> None:
+def _store_words(address: Int64, first: Int32, second: Int32, is_wanted: Int32) -> None:
+    """Two adjacent words to global memory, 8-byte aligned, where they are wanted."""
     inline_ptx(
-        "{\n.reg .pred wanted;\nsetp.ne.s32 wanted, {$r2}, 0;\n"
-        "@wanted st.global.b32 [{$r0}], {$r1};\n}",
-        read_only_args=[address, value, is_wanted],
+        "{\n.reg .pred wanted;\nsetp.ne.s32 wanted, {$r3}, 0;\n"
+        "@wanted st.global.v2.b32 [{$r0}], {{$r1}, {$r2}};\n}",
+        read_only_args=[address, first, second, is_wanted],
     )
 
 
