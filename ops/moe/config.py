@@ -1,0 +1,80 @@
+"""Tile sizes of the expert kernels.
+
+Shape legend: C hidden size, I intermediate size of an expert.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+# Pairs of a token and an expert that one launch takes: 16 tokens of 8 experts, twice.
+MAX_PAIRS = 256
+# Tokens of one program of the Triton kernels.
+BLOCK_TOKENS = 16
+
+
+@dataclass(frozen=True)
+class KernelConfig:
+    """Sizes of one Triton program.
+
+    Attributes:
+        block_n: out features; twice as many rows of weights where gates go with them.
+        block_k: in features of a step.
+        num_warps: warps of a program.
+        num_stages: steps whose weights are in flight.
+    """
+
+    block_n: int
+    block_k: int
+    num_warps: int
+    num_stages: int
+
+
+def triton_config_for(num_columns: int, element_size: int, *, is_gated: bool) -> KernelConfig:
+    """Tiles of 16 KiB of weights a step, less where there are fewer columns."""
+    block_n = 16 if is_gated else 32
+    block_k = 512 // element_size
+    while block_k > 32 and block_k >= 2 * num_columns:
+        block_k //= 2
+    return KernelConfig(block_n=block_n, block_k=block_k, num_warps=4, num_stages=4)
+
+
+# Stages of one tile: the loop over them is unrolled.
+MAX_STAGES = 63
+
+
+@dataclass(frozen=True)
+class StreamConfig:
+    """How the CuTe kernels split an expert's weight.
+
+    Attributes:
+        tile: rows of weights of a block at a time: a multiple of 16 where gates go with them, else
+            of 8.
+        stage_columns: columns of a stage of the ring, a multiple of 32 * warps.
+        num_warps: that multiply.
+        num_loaders: warps that load: 1, 2, 4 or 8.
+    """
+
+    tile: int
+    stage_columns: int = 512
+    num_warps: int = 8
+    num_loaders: int = 4
+
+    def __post_init__(self) -> None:
+        if (
+            self.tile % 8
+            or self.stage_columns % (32 * self.num_warps)
+            or self.num_loaders not in (1, 2, 4, 8)
+        ):
+            raise ValueError(
+                "moe_experts: a tile must be a multiple of 8 rows, a stage one of 32 columns a "
+                f"warp, and loaders 1, 2, 4 or 8, got {self}"
+            )
+
+
+def stream_config_for(num_columns: int, *, is_gated: bool) -> StreamConfig:
+    """The split of a weight by its in features."""
+    stage_columns = 512 if num_columns >= 512 else 256
+    if is_gated:
+        return StreamConfig(tile=32, stage_columns=stage_columns)
+    return StreamConfig(tile=48, stage_columns=stage_columns)
