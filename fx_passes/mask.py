@@ -12,7 +12,8 @@ models/glm_moe_dsa/modeling_glm_moe_dsa.py:
 
 A selection that was made with the attention's own bounds holds nothing beyond them, so they are
 left out there: attention takes exactly what is selected. Whoever else reads a selection (a scatter
-that was not replaced, the caller) gets it without the -1 of short rows.
+that was not replaced, the caller) gets it without the -1 of short rows. A selection that counts up
+is made anew beside its attention, so that this can still be seen once the layers are split.
 
 A key p of query token s is valid iff starts[b, s] <= p < lengths[b, s] and key_mask[b, s, p].
 Routes:
@@ -329,7 +330,7 @@ class _Prover:
                 self.graph,
                 torch.ops.glm.indexed_attention.default,
                 (
-                    *(q, k, v, consumer.selection),
+                    *(q, k, v, self._range_of(consumer) or consumer.selection),
                     *(bounds.lengths, bounds.starts, bounds.key_mask),
                     *(scale, eager),
                 ),
@@ -339,6 +340,19 @@ class _Prover:
         self.graph.erase_node(node)
         self.result.num_attention += 1
         self._count(consumer)
+
+    def _range_of(self, consumer: _Consumer) -> fx.Node | None:
+        """The selection made anew if each of its rows is first, first + 1, ...; inserted."""
+        selection, shape = consumer.selection, known_shape(consumer.selection)
+        value = self.evaluator.value(selection)
+        if not isinstance(value, Lin) or value.leaves or value.axes != ((2, 1),):
+            return None
+        if not all(isinstance(size, int) for size in shape):
+            return None
+        options = {"dtype": dtype_of(selection), "device": example_value(selection).device}
+        ends = (value.const, value.const + shape[2])
+        row = insert_call(self.graph, torch.arange, ends, consumer.node, **options)
+        return insert_call(self.graph, "expand", (row, *shape), consumer.node)
 
     def _replace_indexer(self, consumer: _Consumer, bounds: Bounds) -> None:
         topk = consumer.node

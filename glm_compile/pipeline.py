@@ -179,6 +179,9 @@ class _Job:
         self.report.mask_route = result.route
         self.report.notes += result.notes
         self.report.add_declined("mask", [*marked.declined, *result.declined])
+        if "sparse_mla" not in self.disabled:
+            # Its pass never sees an attention call that is not one op.
+            self.report.add_declined("sparse_mla", marked.declined)
 
     def split(self, graph_module: fx.GraphModule) -> LayerKinds:
         """Split into layer kinds, or take the whole graph as one and say why."""

@@ -81,10 +81,11 @@ def test_compiled_step_equals_the_eager_model(
     assert report.mask_route == "proven"
     assert report.tier == "exact"
     text = final_text(report)
-    for op in ("glm.topk_select", "glm.indexer_prologue", "glm.merged_linear"):
+    attended = "glm.sparse_mla." if cache == "paged" else "glm.sparse_mla_contiguous"
+    for op in ("glm.topk_select", "glm.indexer_prologue", "glm.merged_linear", attended):
         assert op in text
-    for op in ("glm.masked_topk", "glm.attention.", "softmax", "layer_norm"):
-        assert op not in text.replace("glm.indexed_attention", "")
+    for op in ("glm.masked_topk", "attention.default", "paged_gather", "softmax", "layer_norm"):
+        assert op not in text
     assert ("glm.bf16_linear" in text) == (dtype == BF16)
     if cache == "paged":
         assert torch.equal(actual_cache.lengths, expected_cache.lengths)
@@ -214,7 +215,7 @@ def test_dynamic_true_is_replaced_as_well():
     assert report_of_last_compilation().ok
 
 
-@pytest.mark.parametrize("names", [("indexer_topk", "bf16_linear"), ("mask",)])
+@pytest.mark.parametrize("names", [("indexer_topk", "bf16_linear"), ("mask",), ("sparse_mla",)])
 def test_a_disabled_pass_is_absent_and_not_expected(names):
     model = small_model(dtype=BF16)
     step = Step(model, "static", 6)
