@@ -21,6 +21,7 @@ from glm_compile.options import PASS_NAMES
 _MODEL_CLASSES = "GlmMoeDsa"
 _INDEXER_CLASS = "GlmMoeDsaIndexer"
 _ATTENTION_CLASS = "GlmMoeDsaAttention"
+_EXPERTS_CLASS = "GlmMoeDsaExperts"
 _VIEWS = ("view", "reshape", "flatten", "unsqueeze", "squeeze", "contiguous")
 # Attention over latents reads its weight, and its linear goes.
 _EXPANSION = "kv_b_proj"
@@ -72,6 +73,7 @@ class GraphFacts:
         num_layers: calls of decoder layers.
         num_indexers: calls of indexers.
         num_attentions: calls of attention.
+        num_experts: calls of modules of routed experts.
         linears: the calls of linears over a parameter.
         linear_norms: for each norm of a linear's output that only linears read, these.
         has_fp8_keys: whether the cache stores FP8 index keys.
@@ -82,6 +84,7 @@ class GraphFacts:
     num_layers: int
     num_indexers: int
     num_attentions: int
+    num_experts: int
     linears: tuple[LinearFacts, ...]
     linear_norms: tuple[tuple[LinearFacts, ...], ...]
     has_fp8_keys: bool
@@ -120,6 +123,7 @@ class GraphFacts:
             "merge_linears": len(groups),
             "bf16_linear": len(is_bf16),
             "rms_norm_linear": len(norms),
+            "moe_experts": self.num_experts,
         }
         return {name: counts[name] for name in PASS_NAMES if name not in disabled}
 
@@ -136,7 +140,9 @@ def _groups(linears: Sequence[LinearFacts]) -> list[list[LinearFacts]]:
 def read_facts(graph_module: fx.GraphModule) -> GraphFacts:
     """Read from a Dynamo graph what it holds of the model, before it is edited."""
     classes: dict[str, None] = {}
-    calls: dict[str, set[str]] = {_INDEXER_CLASS: set(), _ATTENTION_CLASS: set()}
+    calls: dict[str, set[str]] = {
+        name: set() for name in (_INDEXER_CLASS, _ATTENTION_CLASS, _EXPERTS_CLASS)
+    }
     layers: set[str] = set()
     linears = []
     norms: dict[fx.Node, tuple[LinearFacts, ...]] = {}
@@ -173,6 +179,7 @@ def read_facts(graph_module: fx.GraphModule) -> GraphFacts:
         len(layers),
         len(calls[_INDEXER_CLASS]),
         len(calls[_ATTENTION_CLASS]),
+        len(calls[_EXPERTS_CLASS]),
         tuple(linears),
         tuple(norms.values()),
         has_fp8_keys,

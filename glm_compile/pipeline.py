@@ -51,6 +51,8 @@ from glm_compile.weights import MergeRecord, merge_groups
 logger = logging.getLogger(__name__)
 
 _WARNED: set[str] = set()
+# Passes over the whole Dynamo graph, ahead of the split into kinds.
+_DYNAMO_PASSES = frozenset(("mask", "moe_experts"))
 
 
 def compile_graph(
@@ -163,9 +165,21 @@ class _Job:
         _warn_once(message)
 
     def rewrite_dynamo_graph(self, graph_module: fx.GraphModule) -> None:
+        """Mark attention calls and replace the mask by what it means; then the routed experts."""
+        if "mask" not in self.disabled and self.facts.holds_layers:
+            self.rewrite_mask(graph_module)
+        if "moe_experts" not in self.disabled and self.facts.num_experts:
+            from glm_compile.fx_passes.moe_experts import moe_experts
+
+            before = graph_text(graph_module)
+            result = moe_experts(graph_module)
+            after = graph_text(graph_module)
+            self.report.graphs.append(GraphDump("model", "moe_experts", before, after))
+            self.report.matches["moe_experts"] = result.num_matches
+            self.report.add_declined("moe_experts", result.declined)
+
+    def rewrite_mask(self, graph_module: fx.GraphModule) -> None:
         """Mark attention calls and replace the mask by what it means."""
-        if "mask" in self.disabled or not self.facts.holds_layers:
-            return
         from glm_compile.fx_passes.mark_attention import mark_attention
         from glm_compile.fx_passes.mask import prove_mask
 
@@ -199,7 +213,7 @@ class _Job:
         graph_module, inputs = kind.graph_module, kind.example_inputs
         if self.is_analysis or self.has_failed():
             return inner.analyze(graph_module, inputs, rewrite)
-        expected = read_facts(graph_module).expected(self.disabled | {"mask"})
+        expected = read_facts(graph_module).expected(self.disabled | _DYNAMO_PASSES)
 
         def rewrite_and_check(graph: fx.GraphModule) -> None:
             rewrite(graph)
@@ -225,8 +239,9 @@ class _Job:
 
     def has_failed(self) -> bool:
         """Whether the compilation is known to end in a MatchError."""
-        mask = self.report.matches.get("mask", 0) != self.report.expected.get("mask", 0)
-        return self.options.strict and (mask or bool(self.mismatched_kinds))
+        matches, expected = self.report.matches, self.report.expected
+        is_off = any(matches.get(name, 0) != expected.get(name, 0) for name in _DYNAMO_PASSES)
+        return self.options.strict and (is_off or bool(self.mismatched_kinds))
 
     def conclude(self) -> None:
         """Add up what the kinds matched; raise or warn if it is not what the model has."""

@@ -77,7 +77,7 @@ def _by_blocks(
     """Pairs of one expert in blocks, with copies of its weights; how many is bounded by shapes."""
     num_experts, num_pairs = gate_up.shape[0], ids_P.shape[0]
     num_hidden = down.shape[1]
-    sorted_P, order_P, starts_E, counts_E = sort_pairs(ids_P, num_experts)
+    _, order_P, starts_E, counts_E = sort_pairs(ids_P, num_experts)
     blocks_E = (counts_E + _BLOCK - 1) // _BLOCK
     ends_E = blocks_E.cumsum(0)
     num_blocks = min(num_pairs, num_pairs // _BLOCK + num_experts)

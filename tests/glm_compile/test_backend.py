@@ -60,6 +60,7 @@ def expected_of(model) -> dict[str, int]:
         "bf16_linear": is_bf16 * (2 * num_layers + (num_layers - num_full) + 1),
         # q_a_layernorm of each layer
         "rms_norm_linear": is_bf16 * num_layers,
+        "moe_experts": config.mlp_layer_types.count("sparse"),
     }
 
 
@@ -82,7 +83,13 @@ def test_compiled_step_equals_the_eager_model(
     assert report.tier == "exact"
     text = final_text(report)
     attended = "glm.sparse_mla." if cache == "paged" else "glm.sparse_mla_contiguous"
-    for op in ("glm.topk_select", "glm.indexer_prologue", "glm.merged_linear", attended):
+    for op in (
+        "glm.topk_select",
+        "glm.indexer_prologue",
+        "glm.merged_linear",
+        "glm.moe_experts",
+        attended,
+    ):
         assert op in text
     for op in ("glm.masked_topk", "attention.default", "paged_gather", "softmax", "layer_norm"):
         assert op not in text
