@@ -216,7 +216,9 @@ def _allowed(build: Builder, call: _Call, batch: Any, tokens: Any) -> fx.Node:
             nothing = _constant(build, selection, 0)
             read = build.call(aten.where.self, is_allowed, selection, nothing)
             if layouts.dtype_of(read) != torch.int64:
-                read = build.call(aten._to_copy.default, read, dtype=torch.int64)
+                # One that Inductor takes behind its decompositions.
+                cast = torch.ops.prims.convert_element_type.default
+                read = build.call(cast, read, torch.int64)
             mask = build.call(aten.gather.default, mask, 2, read)
         require(mask)
     none = _constant(build, selection, -1)

@@ -100,6 +100,41 @@ def test_symbolic_widths_are_declined() -> None:
     assert "rows for 5 heads" in declined.reason
 
 
+class ByCat(TinyAttention):
+    def join(self, k_nope: torch.Tensor, k_rot: torch.Tensor) -> torch.Tensor:
+        return torch.cat([k_nope, k_rot], dim=-1)
+
+
+class BySlices(TinyAttention):
+    def split(self, expanded: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        return expanded[..., :N].contiguous(), expanded[..., N:].contiguous()
+
+
+class ByPermute(TinyAttention):
+    def heads(self, expanded: torch.Tensor) -> torch.Tensor:
+        batch, _, tokens, _ = expanded.shape
+        return (
+            expanded.squeeze(1)
+            .reshape(batch * tokens, H, -1)
+            .view(batch, tokens, H, -1)
+            .permute(0, 2, 1, 3)
+        )
+
+
+class WholeQuery(TinyAttention):
+    """A query that was never put together from two parts."""
+
+    def query(self, q: torch.Tensor) -> torch.Tensor:
+        return q.view(*q.shape[:2], H, -1).transpose(1, 2).sin()
+
+
+@pytest.mark.parametrize("level", LEVELS)
+@pytest.mark.parametrize("module", [ByCat, BySlices, ByPermute, WholeQuery])
+def test_other_spellings_are_found(module: type[TinyAttention], level: str) -> None:
+    for cache in ("static", "paged"):
+        check(make_inputs(cache), cache, module(), level=level)
+
+
 def test_eager_order_is_replaced_as_well() -> None:
     class Eager(TinyAttention):
         eager = True

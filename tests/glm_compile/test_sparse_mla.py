@@ -144,7 +144,8 @@ def test_attention_that_shows_its_weights_is_declined():
     assert reasons == {"the attention weights have another user (output_attentions=True)"}
 
 
-def test_a_selection_of_the_caller_counts_as_its_mask_says():
+@pytest.mark.parametrize("inner", ["eager", pytest.param("inductor", marks=pytest.mark.slow)])
+def test_a_selection_of_the_caller_counts_as_its_mask_says(inner):
     """Masked positions, repeats and any order, as transformers' own scatter takes them."""
     model = small_model()
     layer, rotary = model.model.layers[1], model.model.rotary_emb
@@ -166,7 +167,7 @@ def test_a_selection_of_the_caller_counts_as_its_mask_says():
             prev_topk_indices=selection,
         )[0]
 
-    compiled = compile_model(step)
+    compiled = compile_model(step, inner=inner)
     for _ in range(2):
         actual = compiled(hidden, selection, key_mask)
         torch.testing.assert_close(actual, step(hidden, selection, key_mask), atol=1e-4, rtol=1e-4)
