@@ -103,6 +103,13 @@ def store_shared(address: Int32, value: Int32) -> None:
     inline_ptx("st.shared.b32 [{$r0}], {$r1};", read_only_args=[address, value])
 
 
+def load_shared(address: Int32) -> Int32:
+    """One word of this block's shared memory."""
+    return inline_ptx(
+        "ld.shared.b32 {$w0}, [{$r0}];", write_only_types=[Int32], read_only_args=[address]
+    )
+
+
 @cute.jit
 def clamp_index(value, limit) -> Int32:
     """A 32- or 64-bit index within 0 and `limit`, compared before it is cut to 32 bits."""
@@ -153,17 +160,6 @@ def block_exclusive_scan(
     return before, total
 
 
-@cute.jit
-def order_key(score: Float32) -> Uint32:
-    """Unsigned key in the order of the scores; -0.0 equals +0.0; NaN and -inf give 0."""
-    # Adding +0.0 turns -0.0 into +0.0 and leaves every other value as it is.
-    bits = (score + Float32(0.0)).bitcast(Int32)
-    key = bits ^ ((bits >> 31) | Int32(-(2**31)))
-    if not (score > Float32(float("-inf"))):
-        key = Int32(0)
-    return key.bitcast(Uint32)
-
-
 def increment_shared(address: Int32, condition: cutlass.Boolean) -> None:
     """Add one to a word of shared memory where `condition` holds.
 
@@ -174,6 +170,32 @@ def increment_shared(address: Int32, condition: cutlass.Boolean) -> None:
         "red.relaxed.cta.shared::cta.add.u32 [{$r0}], 1;",
         read_only_args=[address],
         predicate=condition,
+    )
+
+
+def count_shared(address: Int32) -> None:
+    """`increment_shared` without a condition, which would cost a branch."""
+    inline_ptx("red.relaxed.cta.shared::cta.add.u32 [{$r0}], 1;", read_only_args=[address])
+
+
+def count_if_at_least(count: Int32, score: Float32, lowest: Float32) -> Int32:
+    """`count`, plus one if score >= lowest."""
+    return inline_ptx(
+        "{\n.reg .pred passes;\nsetp.ge.f32 passes, {$r1}, {$r2};\nmov.b32 {$w0}, {$r0};\n"
+        "@passes add.s32 {$w0}, {$w0}, 1;\n}",
+        write_only_types=[Int32],
+        read_only_args=[count, score, lowest],
+    )
+
+
+def push_if_above(address: Int32, score: Float32, position: Int32, below: Float32) -> Int32:
+    """Store (score, position) in shared memory if score > below; return where the next one goes."""
+    return inline_ptx(
+        "{\n.reg .pred passes;\nsetp.gt.f32 passes, {$r1}, {$r3};\nmov.b32 {$w0}, {$r0};\n"
+        "@passes st.shared.b32 [{$r0}], {$r1};\n@passes st.shared.b32 [{$r0} + 4], {$r2};\n"
+        "@passes add.s32 {$w0}, {$w0}, 8;\n}",
+        write_only_types=[Int32],
+        read_only_args=[address, score, position, below],
     )
 
 
@@ -197,6 +219,37 @@ def float_of_half(bits: Int32) -> Float32:
         "{ .reg .b16 low, high; mov.b32 {low, high}, {$r0}; cvt.f32.f16 {$w0}, low; }",
         write_only_types=[Float32],
         read_only_args=[bits],
+    )
+
+
+def absolute(value: Float32) -> Float32:
+    """|value|."""
+    return inline_ptx("abs.f32 {$w0}, {$r0};", write_only_types=[Float32], read_only_args=[value])
+
+
+def pack_fp8(values: Sequence[Float32]) -> Int32:
+    """Four floats rounded to e4m3, as far as it goes, the first one at the lowest address."""
+    return inline_ptx(
+        "{\n.reg .b16 low, high;\n"
+        "cvt.rn.satfinite.e4m3x2.f32 low, {$r1}, {$r0};\n"
+        "cvt.rn.satfinite.e4m3x2.f32 high, {$r3}, {$r2};\n"
+        "mov.b32 {$w0}, {low, high};\n}",
+        write_only_types=[Int32],
+        read_only_args=list(values),
+    )
+
+
+def unpack_fp8(word: Int32) -> tuple[Float32, Float32, Float32, Float32]:
+    """The four e4m3 of a word, the one at the lowest address first."""
+    return inline_ptx(
+        "{\n.reg .b16 low, high, a, b, c, d;\n.reg .b32 first, second;\n"
+        "mov.b32 {low, high}, {$r0};\n"
+        "cvt.rn.f16x2.e4m3x2 first, low;\ncvt.rn.f16x2.e4m3x2 second, high;\n"
+        "mov.b32 {a, b}, first;\nmov.b32 {c, d}, second;\n"
+        "cvt.f32.f16 {$w0}, a;\ncvt.f32.f16 {$w1}, b;\n"
+        "cvt.f32.f16 {$w2}, c;\ncvt.f32.f16 {$w3}, d;\n}",
+        write_only_types=[Float32] * 4,
+        read_only_args=[word],
     )
 
 

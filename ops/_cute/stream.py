@@ -16,6 +16,13 @@ def evict_first_policy() -> Int64:
     )
 
 
+def evict_normal_policy() -> Int64:
+    """L2 policy of data that others read soon."""
+    return inline_ptx(
+        "createpolicy.fractional.L2::evict_normal.b64 {$w0}, 1.0;", write_only_types=[Int64]
+    )
+
+
 def bulk_load(
     to: Int32, source: Int64, num_bytes: Int32, barrier: Int32, policy: Int64 | None = None
 ) -> None:

@@ -54,14 +54,14 @@ class Variant:
     """What a CuTe kernel is specialised for.
 
     Attributes:
-        source: `registers`, `filtered` or `streamed`; see the kernel's docstring.
+        source: `registers` or `filtered`; see the kernel's docstring.
         cluster: blocks a row, a power of two up to 16.
         num_threads: threads a block.
         keys_per_thread: of the slice in registers, or loaded at once when streaming.
         bin_bits: bits that a round of the histogram tells apart.
         slice_keys: keys of the longest slice.
-        buffer_keys: keys that pass the bound and fit in shared memory; 0 for `registers`.
-        rising_keys: keys that a thread loads at once while the bound rises.
+        buffer_keys: keys that may be selected and fit in shared memory; 0: they stay in registers.
+        rising_keys: keys that a thread samples, and loads at once while the bound rises.
         is_vector: rows start at 16 bytes and end at a multiple of 4 keys.
         has_starts, has_plan, has_table: which optional arguments are given.
         lengths_64, starts_64, table_64: int64 instead of int32.
@@ -91,6 +91,11 @@ class Variant:
                 raise ValueError(
                     f"topk: a block holds {held} keys, got slices of {self.slice_keys}"
                 )
+            if 0 < self.buffer_keys < MAX_CUTE_K + 32:
+                raise ValueError(
+                    f"topk: a buffer must hold the best {MAX_CUTE_K} and 32 candidates, got "
+                    f"{self.buffer_keys}"
+                )
         elif self.buffer_keys < MAX_CUTE_K + step:
             raise ValueError(
                 f"topk: a buffer must hold the best {MAX_CUTE_K} and a step of {step} keys, got "
@@ -111,26 +116,37 @@ class Variant:
         words = (2 if in_cluster else 1) * (1 << self.bin_bits) + in_cluster * (1 << self.bin_bits)
         # Scans, state, candidates; barriers, headers and the candidates of the cluster.
         words += 8 * 32 + 8 + 2 * 32 + (4 if in_cluster else 0) + in_cluster * (2 + 2 * 32)
-        if self.source != "registers":
+        if self.buffer_keys:
             words += -(-self.slice_keys // 32) + 2 * self.buffer_keys
         return 4 * words
 
+    @property
+    def blocks_per_processor(self) -> int:
+        """Blocks that a multiprocessor is to run at once: several where a block is a row."""
+        if self.cluster > 1 or self.source == "registers":
+            return 1
+        by_memory = (_MAX_SHARED_BYTES + 1024) // (self.shared_bytes + 1024)
+        return max(1, min(2048 // self.num_threads, by_memory))
 
-def _registers(cluster: int, num_threads: int, keys_per_thread: int, bin_bits: int = 8) -> Variant:
+
+def _registers(
+    cluster: int, num_threads: int, keys_per_thread: int, bin_bits: int = 8, buffer_keys: int = 0
+) -> Variant:
     slice_keys = num_threads * keys_per_thread
-    return Variant("registers", cluster, num_threads, keys_per_thread, bin_bits, slice_keys)
+    return Variant(
+        "registers", cluster, num_threads, keys_per_thread, bin_bits, slice_keys, buffer_keys
+    )
 
 
 def _filtered(cluster: int, num_threads: int, keys_per_thread: int, slice_keys: int) -> Variant:
     return Variant("filtered", cluster, num_threads, keys_per_thread, 8, slice_keys, 8192)
 
 
-def _streamed(slice_keys: int) -> Variant:
-    return Variant("streamed", 1, 512, 8, 11, slice_keys, 8192, 8)
+def _row_a_block(slice_keys: int) -> Variant:
+    return Variant("filtered", 1, 512, 16, 11, slice_keys, 8192, 8)
 
 
-# 256K keys: filtered rows are 0.5 us faster, and three times as slow where the sample misleads.
-_LONG = (_registers(16, 1024, 16), _filtered(16, 1024, 16, 1 << 16))
+_LONG = (_registers(16, 1024, 16, 8, 8192), _filtered(16, 1024, 8, 1 << 16))
 
 # (rows up to which a part of the table holds, its variants by rising `max_keys`). Few rows take the
 # largest cluster of which all are on the device at once: an H200 holds 7 clusters of 16 blocks.
@@ -140,11 +156,11 @@ CUTE_TABLE: tuple[tuple[int | None, tuple[Variant, ...]], ...] = (
     (
         7,
         (
-            _registers(8, 256, 4),  # 6 rows of 8K: 3.4
-            _registers(8, 512, 8),  # 6 rows of 32K: 4.6
-            _registers(16, 512, 12),  # 6 rows of 80K: 6.2
-            _registers(16, 512, 16),  # 6 rows of 128K: 6.8
-            *_LONG,  # 6 rows of 256K: 10.5; 6 rows of 1M: 15.0
+            _registers(8, 256, 4),  # 6 rows of 8K: 3.2
+            _registers(8, 512, 8),  # 6 rows of 32K: 4.3
+            _registers(16, 256, 20, 8, 4096),  # 6 rows of 80K: 5.2
+            _registers(16, 512, 16, 8, 4096),  # 6 rows of 128K: 6.2
+            *_LONG,  # 6 rows of 256K: 7.6
         ),
     ),
     (
@@ -152,29 +168,29 @@ CUTE_TABLE: tuple[tuple[int | None, tuple[Variant, ...]], ...] = (
         (
             _registers(8, 256, 4),
             _registers(8, 512, 8),
-            _registers(8, 512, 20),  # 6 rows of 80K: 7.0
-            _registers(8, 512, 32),  # 6 rows of 128K: 9.4
+            _registers(8, 512, 20, 8, 4096),  # 6 rows of 80K: 5.3
+            _registers(8, 512, 32, 8, 4096),  # 16 rows of 128K: 14.1
             *_LONG,
         ),
     ),
     (
         66,
         (
-            _registers(4, 512, 4),  # 6 rows of 8K: 3.6
-            _registers(4, 512, 16),  # 6 rows of 32K: 5.8
-            _registers(8, 512, 20),
-            _registers(8, 512, 32),
+            _registers(4, 512, 4),
+            _registers(4, 512, 16),
+            _registers(8, 512, 20, 8, 4096),
+            _registers(8, 512, 32, 8, 4096),
             *_LONG,
         ),
     ),
     (
         None,
         (
-            _registers(1, 512, 16, 11),  # 2048 rows of 8K: 69
+            _registers(1, 512, 16, 11),
             _registers(1, 1024, 16, 11),
-            _streamed(1 << 17),  # 2048 rows of 128K: 662
-            _streamed(1 << 18),
-            _streamed(1 << 19),
+            _row_a_block(1 << 17),  # 2048 rows of 128K: 301, 3.6 TB/s
+            _row_a_block(1 << 18),
+            _row_a_block(1 << 19),
             _LONG[-1],
         ),
     ),

@@ -51,7 +51,10 @@ def register_variants(num_keys: int, clusters: list[int]) -> Iterator[Variant]:
                 continue
             held = num_threads * per_thread
             bits = 11 if cluster == 1 else 8
-            yield Variant("registers", cluster, num_threads, per_thread, bits, held)
+            for buffer_keys in (0, 4096, 8192):
+                yield Variant(
+                    "registers", cluster, num_threads, per_thread, bits, held, buffer_keys
+                )
 
 
 def streaming_variants(num_keys: int, cluster: int) -> Iterator[Variant]:
@@ -69,19 +72,13 @@ def streaming_variants(num_keys: int, cluster: int) -> Iterator[Variant]:
     for num_threads, per_thread, bits, buffer_keys, rising in (
         (512, 8, 11, 8192, 8),
         (512, 16, 11, 8192, 8),
-        (512, 8, 10, 6656, 8),
+        (512, 16, 11, 8192, 4),
         (512, 8, 10, 4608, 4),
         (256, 16, 10, 6656, 16),
         (256, 16, 10, 5120, 8),
+        (1024, 8, 11, 8192, 4),
     ):
         yield Variant("filtered", 1, num_threads, per_thread, bits, slice_keys, buffer_keys, rising)
-    for num_threads, rising, bits, buffer_keys in (
-        (512, 8, 11, 8192),
-        (512, 8, 9, 6656),
-        (256, 8, 9, 4608),
-        (1024, 8, 11, 12288),
-    ):
-        yield Variant("streamed", 1, num_threads, rising, bits, slice_keys, buffer_keys, rising)
 
 
 def candidates(num_rows: int, num_keys: int) -> list[Variant]:

@@ -32,17 +32,16 @@ SCRIPTS = {
         "TopkKernel",
         """
 import torch
-from glm_compile.ops.topk.config import CUTE_TABLE, Variant
+from glm_compile.ops.topk.config import Variant
 from glm_compile.ops.topk.cute_kernel import topk_select_cute
 from glm_compile.ops.topk.reference import topk_select_reference
 
 variants = [
     Variant("registers", 1, 256, 4, 8, 1024),
     Variant("registers", 4, 256, 4, 8, 1024),
+    Variant("registers", 4, 256, 4, 8, 1024, 2080),
     Variant("filtered", 4, 256, 4, 8, 2048, 3072, 4),
     Variant("filtered", 1, 256, 4, 8, 8192, 3072, 4),
-    Variant("streamed", 1, 256, 4, 8, 8192, 3072, 4),
-    CUTE_TABLE[0][1][0],
 ]
 for variant in variants:
     num_keys = min(variant.max_keys, 8000)

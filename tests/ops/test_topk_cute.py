@@ -31,7 +31,8 @@ needs_cute = pytest.mark.skipif(
 
 def name_of(variant: Variant) -> str:
     v = variant
-    return f"{v.source}-{v.cluster}x{v.num_threads}x{v.keys_per_thread}-{v.slice_keys}"
+    shape = f"{v.cluster}x{v.num_threads}x{v.keys_per_thread}"
+    return f"{v.source}-{shape}-{v.slice_keys}-{v.buffer_keys}"
 
 
 # Table --------------------------------------------------------------------------------------------
@@ -53,10 +54,12 @@ def test_table_rises() -> None:
 def test_variant_refuses_what_does_not_fit() -> None:
     with pytest.raises(ValueError, match="a block holds 2048 keys, got slices of 4096"):
         Variant("registers", 1, 512, 4, 8, 4096)
+    with pytest.raises(ValueError, match="the best 2048 and 32 candidates, got 2048"):
+        Variant("registers", 1, 512, 8, 8, 4096, 2048)
     with pytest.raises(ValueError, match="the best 2048 and a step of 8192 keys, got 8192"):
-        Variant("streamed", 1, 1024, 8, 8, 1 << 15, 8192, 8)
+        Variant("filtered", 1, 1024, 8, 8, 1 << 15, 8192, 8)
     with pytest.raises(ValueError, match="bytes of shared memory do not fit"):
-        Variant("streamed", 1, 512, 8, 8, 1 << 21, 8192, 8)
+        Variant("filtered", 1, 512, 8, 8, 1 << 21, 8192, 8)
 
 
 def test_tuning_starts_from_the_table() -> None:
@@ -106,10 +109,10 @@ def check_compiles(variant: Variant, folder: Path) -> None:
     kernel = compile_cute(compile_for, "sm_90a", folder)
     # Rows that are not aligned are loaded key by key, where a few registers may spill.
     assert kernel.stack_bytes <= (0 if variant.is_vector else 32)
-    # As many as leave room for one block; a block that streams shares the multiprocessor.
-    assert kernel.registers <= (64 if variant.num_threads == 1024 else 128)
-    if variant.source == "streamed":
-        assert kernel.registers * variant.num_threads <= 32768
+    # As many as leave room for the blocks that are to share a multiprocessor.
+    blocks = variant.blocks_per_processor
+    assert kernel.registers * variant.num_threads * blocks <= 65536
+    assert (variant.shared_bytes + 1024) * blocks <= 228 * 1024
 
 
 @needs_cute
