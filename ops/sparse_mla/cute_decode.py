@@ -7,7 +7,7 @@ probabilities lie where the half's rotated parts were, which only the keys need.
 they are taken against rises only when it is passed by far, so sums are seldom rescaled.
 
 At the end the blocks of a cluster tell each other their maxima and sums; each scales its part of
-the result, rounds it to bf16 and copies to every peer the columns that are this peer's to add up,
+the result, rounds it to bf16 and stores in every peer the columns that are this peer's to add up,
 in the order of the blocks. Nothing depends on timing: results are bitwise equal over repeats. The
 queries' shared memory receives the parts: a peer that has told its sums needs its queries no more.
 
@@ -26,16 +26,19 @@ import torch
 from cutlass import BFloat16, Float32, Int32, Int64
 from cutlass.cute.arch import inline_ptx
 from cutlass.cute.nvgpu import OperandMajorMode, cpasync, warpgroup
+from cutlass.cute.nvgpu.warpgroup import OperandSource
 from cutlass.cute.runtime import make_fake_tensor
 from cutlass.memory import SmemAllocator
 from cutlass.utils import hopper_helpers as hopper
 
 from glm_compile.ops._cute import arch_of, compile_kernel
 from glm_compile.ops._cute.device import (
+    WARP,
     load_shared_v2,
     load_shared_v4,
     peer_address,
     send_v2,
+    send_v4,
     shared_address,
     store_shared,
     store_shared_v2,
@@ -52,6 +55,7 @@ from glm_compile.ops.sparse_mla.config import (
 
 _GROUP = 128
 _NUM_THREADS = 2 * _GROUP
+_NUM_WARPS = _NUM_THREADS // WARP
 _HEADS = CUTE_MAX_HEADS
 _WIDTH = CUTE_RANK + CUTE_ROPE_DIM
 # A half's tokens, and the columns of one swizzled tile of 64 rows of 128 bytes.
@@ -79,6 +83,7 @@ class Variant:
 
     Attributes:
         cluster: blocks a row.
+        is_single: a block has one pair of halves, and keeps its queries in registers.
         num_heads: H, at most 64.
         index_dtype: of the indices.
         table_dtype: of the block table, None without.
@@ -87,6 +92,7 @@ class Variant:
     """
 
     cluster: int
+    is_single: bool = False
     num_heads: int = _HEADS
     index_dtype: torch.dtype = torch.int32
     table_dtype: torch.dtype | None = torch.int32
@@ -118,21 +124,37 @@ class SparseMlaKernel:
         stream: Any,
     ) -> None:
         k_major = OperandMajorMode.K
-        score_mma = hopper.make_trivial_tiled_mma(
-            BFloat16, BFloat16, k_major, k_major, Float32, (1, 1, 1), (_HEADS, _HALF)
-        )
-        value_mma = hopper.make_trivial_tiled_mma(
-            BFloat16,
-            BFloat16,
-            k_major,
-            OperandMajorMode.MN,
-            Float32,
-            (1, 1, 1),
-            (_HEADS, _COLUMNS),
-        )
-        swizzle = cute.make_swizzle(3, 4, 3)
+        query_source = OperandSource.RMEM if self.v.is_single else OperandSource.SMEM
+        # One of each that overwrites and one that adds: set once, since branches share them.
+        score_mmas = [
+            hopper.make_trivial_tiled_mma(
+                BFloat16,
+                BFloat16,
+                k_major,
+                k_major,
+                Float32,
+                (1, 1, 1),
+                (_HEADS, _HALF),
+                query_source,
+            )
+            for _ in range(2)
+        ]
+        value_mmas = [
+            hopper.make_trivial_tiled_mma(
+                BFloat16,
+                BFloat16,
+                k_major,
+                OperandMajorMode.MN,
+                Float32,
+                (1, 1, 1),
+                (_HEADS, _COLUMNS),
+            )
+            for _ in range(2)
+        ]
         tile_layout = cute.make_composed_layout(
-            swizzle, 0, cute.make_layout(((8, 8), (64, 1)), stride=((64, 512), (1, 0)))
+            cute.make_swizzle(3, 4, 3),
+            0,
+            cute.make_layout(((8, 8), (64, 1)), stride=((64, 512), (1, 0))),
         )
         # [H, C, R]
         queries = cute.make_tensor(q.iterator, cute.select(q.layout, mode=[1, 2, 0]))
@@ -143,8 +165,8 @@ class SparseMlaKernel:
             load, queries, tile_layout, (_HEADS, _TILE)
         )
         self.kernel(
-            score_mma,
-            value_mma,
+            *score_mmas,
+            *value_mmas,
             query_atom,
             query_coords,
             latents,
@@ -168,7 +190,9 @@ class SparseMlaKernel:
     def kernel(
         self,
         score_mma: cute.TiledMma,
+        score_more_mma: cute.TiledMma,
         value_mma: cute.TiledMma,
+        value_more_mma: cute.TiledMma,
         query_atom: cute.CopyAtom,
         query_coords: cute.Tensor,
         latents: cute.Tensor,
@@ -203,11 +227,12 @@ class SparseMlaKernel:
         rescale = allocator.allocate_tensor(Float32, cute.make_layout(2 * _HEADS), 16)
         # By parity of the pair and half: a bit a token.
         masks = allocator.allocate_tensor(Int32, cute.make_layout(2 * 2 * 2), 16)
-        barriers = allocator.allocate_tensor(Int64, cute.make_layout(5), 8).iterator
+        barriers = allocator.allocate_tensor(Int64, cute.make_layout(7), 8).iterator
         has_tokens = barriers
-        has_query = barriers + 2
-        has_stats = barriers + 3
-        has_parts = barriers + 4
+        is_empty = barriers + 2
+        has_query = barriers + 4
+        has_stats = barriers + 5
+        has_parts = barriers + 6
 
         query_address = shared_address(query_part.iterator)
         token_address = shared_address(token_part.iterator)
@@ -219,7 +244,9 @@ class SparseMlaKernel:
             cpasync.prefetch_descriptor(query_atom)
         if tid == 0:
             for half in cutlass.range_constexpr(2):
-                cute.arch.mbarrier_init(has_tokens + half, _NUM_THREADS)
+                # Every thread's copies, and every warp's word that its masks are written.
+                cute.arch.mbarrier_init(has_tokens + half, _NUM_THREADS + _NUM_WARPS)
+                cute.arch.mbarrier_init(is_empty + half, _NUM_WARPS)
             cute.arch.mbarrier_init(has_query, 1)
             cute.arch.mbarrier_init(has_stats, 1)
             cute.arch.mbarrier_init(has_parts, 1)
@@ -240,24 +267,37 @@ class SparseMlaKernel:
         cute.arch.griddepcontrol_launch_dependents()
         source = (latents, ropes, indices, table, row, row // rows_per_sequence)
         first_pair = rank * num_pairs
-        place = self._locate(source, first_pair, warp, lane)
+        # Under way while the blocks of the cluster meet.
+        chosen = self._load_indices(source, first_pair, warp, lane)
         if cutlass.const_expr(self.cluster > 1):
             cute.arch.cluster_wait()
         else:
             cute.arch.sync_threads()
         if warp == 0:
             self._load_queries(query_atom, query_coords, query_part, has_query, row, rank)
+        place = self._place(source, self._load_pages(source, chosen))
         self._write_mask(masks_address, place, 0, warp, lane)
         for half in cutlass.range_constexpr(2):
             self._gather(token_address, place, half, has_tokens, warp, lane)
-        cute.arch.sync_threads()
 
+        for mma, is_adding in (
+            (score_mma, False),
+            (score_more_mma, True),
+            (value_mma, False),
+            (value_more_mma, True),
+        ):
+            mma.set(warpgroup.Field.ACCUMULATE, is_adding)
         score_slice = score_mma.get_slice(tid % _GROUP)
         value_slice = value_mma.get_slice(tid % _GROUP)
-        query_fragment = score_mma.make_fragment_A(score_slice.partition_A(query_part))
+        if cutlass.const_expr(self.v.is_single):
+            query_fragment = cute.make_rmem_tensor(
+                score_mma.partition_shape_A((_HEADS, _WIDTH)), BFloat16
+            )
+        else:
+            query_fragment = score_mma.make_fragment_A(score_slice.partition_A(query_part))
         key_fragment = score_mma.make_fragment_B(score_slice.partition_B(token_part))
         # The same tokens as values: columns first, this warpgroup's four tiles of them.
-        values = _view(
+        values = cute.make_tensor(
             token_part.iterator + group * (4 * _TILE_BYTES // 2),
             cute.make_layout(
                 ((64, 4), (8, 8), 2), stride=((1, _TILE_BYTES // 2), (64, 512), _HALF_VALUES)
@@ -265,112 +305,137 @@ class SparseMlaKernel:
         )
         value_fragment = value_mma.make_fragment_B(value_slice.partition_B(values))
         # Probabilities lie in the last tile of a half.
-        probabilities = _view(
+        probabilities = cute.make_tensor(
             token_part.iterator + (_NUM_TILES - 1) * (_TILE_BYTES // 2),
             cute.make_layout(((8, 8), (64, 1), 2), stride=((64, 512), (1, 0), _HALF_VALUES)),
         )
         probability_fragment = value_mma.make_fragment_A(value_slice.partition_A(probabilities))
         scores = cute.make_rmem_tensor(score_mma.partition_shape_C((_HEADS, _HALF)), Float32)
         sums = cute.make_rmem_tensor(value_mma.partition_shape_C((_HEADS, _COLUMNS)), Float32)
-        sums.fill(0.0)
-        score_mma.set(warpgroup.Field.ACCUMULATE, True)
-        value_mma.set(warpgroup.Field.ACCUMULATE, True)
 
         head = warp % 4 * 16 + lane // 4
-        for pair in cutlass.range(num_pairs, unroll=1):
-            phase = pair % 2
-            is_last_pair = pair == num_pairs - 1
-            # Where the next pair's tokens are is looked up while this one is worked on.
-            following = place
-            if not is_last_pair:
-                following = self._locate(source, first_pair + pair + 1, warp, lane)
-                self._write_mask(masks_address, following, (pair + 1) % 2, warp, lane)
-            for half in cutlass.range_constexpr(2):
-                if group == half:
-                    if pair == 0:
-                        cute.arch.mbarrier_wait(has_query, 0)
-                    cute.arch.mbarrier_wait(has_tokens + half, phase)
-                    # What cp.async wrote, the tensor core reads by another way.
-                    cute.arch.fence_proxy("async.shared", space="cta")
-                    warpgroup.fence()
-                    score_mma.set(warpgroup.Field.ACCUMULATE, False)
-                    for k in cutlass.range_constexpr(_WIDTH // 16):
-                        cute.gemm(
-                            score_mma,
-                            scores,
-                            query_fragment[None, None, k],
-                            key_fragment[None, None, k, half],
-                            scores,
-                        )
-                        score_mma.set(warpgroup.Field.ACCUMULATE, True)
-                    warpgroup.commit_group()
-                    mask_address = masks_address + phase * 16 + half * 8
-                    low, high = load_shared_v2(mask_address)
-                    warpgroup.wait_group(0)
-                    # All four warps have read the rotated parts before one writes over them.
-                    cute.arch.barrier(barrier_id=1 + half, number_of_threads=_GROUP)
-                    self._softmax(
-                        scores,
-                        (low, high),
-                        scale,
-                        own_stats,
-                        rescale,
-                        half,
-                        token_address + (half * _HALF_BYTES + (_NUM_TILES - 1) * _TILE_BYTES),
-                        head,
-                        lane,
-                    )
-                    if cutlass.const_expr(half == 1 and self.cluster > 1):  # noqa: SIM102
-                        if is_last_pair:
-                            self._send_stats(stats_address, has_stats, rank, head, lane)
-                    cute.arch.fence_proxy("async.shared", space="cta")
-                cute.arch.sync_threads()
-                factors = (rescale[half * _HEADS + head], rescale[half * _HEADS + head + 8])
-                is_rescaled = factors[0] != 1.0 or factors[1] != 1.0
-                if cute.arch.vote_any_sync(is_rescaled):
-                    for block in cutlass.range_constexpr(_COLUMNS // 8):
-                        for i in cutlass.range_constexpr(4):
-                            sums[block * 4 + i] = sums[block * 4 + i] * factors[i // 2]
-                warpgroup.fence()
-                for k in cutlass.range_constexpr(_HALF // 16):
-                    cute.gemm(
-                        value_mma,
-                        sums,
-                        probability_fragment[None, None, k, half],
-                        value_fragment[None, None, k, half],
-                        sums,
-                    )
-                warpgroup.commit_group()
-                warpgroup.wait_group(0)
-                if not is_last_pair:
-                    cute.arch.sync_threads()
-                    self._gather(token_address, following, half, has_tokens, warp, lane)
-            place = following
+        keys = ((score_mma, score_more_mma), scores, query_fragment, key_fragment)
+        weighing = ((value_mma, value_more_mma), sums, probability_fragment, value_fragment)
+        memory = (scale, own_stats, rescale, masks_address, token_address)
 
+        cute.arch.mbarrier_wait(has_query, 0)
+        if cutlass.const_expr(self.v.is_single):
+            # The whole query in registers: the tensor core then reads the tokens alone.
+            self._load_query_registers(query_fragment, query_address, warp, lane)
+            if group == 0:
+                self._multiply_keys(keys, has_tokens, 0, Int32(0))
+                warpgroup.wait_group(0)
+                self._weigh(scores, memory, 0, Int32(0), group, head, lane)
+                cute.arch.barrier_arrive(barrier_id=3, number_of_threads=_NUM_THREADS)
+                cute.arch.barrier(barrier_id=1, number_of_threads=_GROUP)
+                self._multiply_values(weighing, 0, is_first=True)
+                warpgroup.wait_group(0)
+                cute.arch.barrier(barrier_id=4, number_of_threads=_NUM_THREADS)
+            else:
+                self._multiply_keys(keys, has_tokens, 1, Int32(0))
+                warpgroup.wait_group(0)
+                cute.arch.barrier(barrier_id=3, number_of_threads=_NUM_THREADS)
+                # These run while the other half's probabilities are made.
+                self._multiply_values(weighing, 0, is_first=True)
+                self._weigh(scores, memory, 1, Int32(0), group, head, lane)
+                if cutlass.const_expr(self.cluster > 1):
+                    self._send_stats(stats_address, has_stats, rank, head, lane)
+                cute.arch.barrier_arrive(barrier_id=4, number_of_threads=_NUM_THREADS)
+                warpgroup.wait_group(0)
+                cute.arch.barrier(barrier_id=2, number_of_threads=_GROUP)
+        else:
+            sums.fill(0.0)
+            # What a warpgroup starts while another product of its own is under way must not hang
+            # on a condition: the compiler would wait for each product.
+            if group == 0:
+                self._multiply_keys(keys, has_tokens, 0, Int32(0))
+                warpgroup.wait_group(0)
+                self._weigh(scores, memory, 0, Int32(0), group, head, lane)
+                cute.arch.barrier_arrive(barrier_id=3, number_of_threads=_NUM_THREADS)
+                for pair in cutlass.range(1, num_pairs, unroll=1):
+                    phase = pair % 2
+                    chosen = self._load_indices(source, first_pair + pair, warp, lane)
+                    cute.arch.barrier(barrier_id=1, number_of_threads=_GROUP)
+                    self._rescale(sums, rescale, 0, head)
+                    self._multiply_values(weighing, 0)
+                    paged = self._load_pages(source, chosen)
+                    warpgroup.wait_group(0)
+                    self._release(is_empty)
+                    place = self._place(source, paged)
+                    self._write_mask(masks_address, place, phase, warp, lane)
+                    cute.arch.mbarrier_wait(is_empty, phase ^ 1)
+                    self._gather(token_address, place, 0, has_tokens, warp, lane)
+                    cute.arch.barrier(barrier_id=4, number_of_threads=_NUM_THREADS)
+                    self._rescale(sums, rescale, 1, head)
+                    self._multiply_values(weighing, 1)
+                    warpgroup.wait_group(0)
+                    self._release(is_empty + 1)
+                    cute.arch.mbarrier_wait(is_empty + 1, phase ^ 1)
+                    self._gather(token_address, place, 1, has_tokens, warp, lane)
+                    self._multiply_keys(keys, has_tokens, 0, phase)
+                    warpgroup.wait_group(0)
+                    self._weigh(scores, memory, 0, phase, group, head, lane)
+                    cute.arch.barrier_arrive(barrier_id=3, number_of_threads=_NUM_THREADS)
+                cute.arch.barrier(barrier_id=1, number_of_threads=_GROUP)
+                self._rescale(sums, rescale, 0, head)
+                self._multiply_values(weighing, 0)
+                warpgroup.wait_group(0)
+                cute.arch.barrier(barrier_id=4, number_of_threads=_NUM_THREADS)
+            else:
+                for pair in cutlass.range(num_pairs, unroll=1):
+                    phase = pair % 2
+                    has_next = pair + 1 < num_pairs
+                    if has_next:
+                        chosen = self._load_indices(source, first_pair + pair + 1, warp, lane)
+                    self._multiply_keys(keys, has_tokens, 1, phase)
+                    warpgroup.wait_group(0)
+                    cute.arch.barrier(barrier_id=3, number_of_threads=_NUM_THREADS)
+                    self._rescale(sums, rescale, 0, head)
+                    self._multiply_values(weighing, 0)
+                    paged = self._load_pages(source, chosen)
+                    self._weigh(scores, memory, 1, phase, group, head, lane)
+                    if cutlass.const_expr(self.cluster > 1):  # noqa: SIM102
+                        if not has_next:
+                            self._send_stats(stats_address, has_stats, rank, head, lane)
+                    cute.arch.barrier_arrive(barrier_id=4, number_of_threads=_NUM_THREADS)
+                    warpgroup.wait_group(0)
+                    if has_next:
+                        self._release(is_empty)
+                        place = self._place(source, paged)
+                        self._write_mask(masks_address, place, phase ^ 1, warp, lane)
+                        cute.arch.mbarrier_wait(is_empty, phase)
+                        self._gather(token_address, place, 0, has_tokens, warp, lane)
+                    cute.arch.barrier(barrier_id=2, number_of_threads=_GROUP)
+                    if has_next:
+                        self._rescale(sums, rescale, 1, head)
+                        self._multiply_values(weighing, 1)
+                        warpgroup.wait_group(0)
+                        self._release(is_empty + 1)
+                        cute.arch.mbarrier_wait(is_empty + 1, phase)
+                        self._gather(token_address, place, 1, has_tokens, warp, lane)
+
+        # The last half is weighed the same by both.
+        self._rescale(sums, rescale, 1, head)
+        self._multiply_values(weighing, 1)
         if cutlass.const_expr(self.cluster == 1):
             weights = self._own_weights(own_stats, head)
+            warpgroup.wait_group(0)
             self._store_sums(attended, row, sums, weights, group, head, lane)
         else:
             cute.arch.mbarrier_wait(has_stats, 0)
             weights = self._weights(stats_address, own_stats, head, lane)
-            # Both warpgroups are done with the first half: it holds the parts on their way.
+            warpgroup.wait_group(0)
+            # In the first half's columns of this warpgroup, which no other one reads.
             self._stage(token_address, sums, weights, group, head, lane)
-            cute.arch.fence_proxy("async.shared", space="cta")
-            cute.arch.barrier(barrier_id=1 + group, number_of_threads=_GROUP)
-            if warp % 4 == 0:
-                with cute.arch.elect_one():
-                    self._send_parts(token_address, query_address, has_parts, group, rank)
+            self._send_parts(token_address, query_address, has_parts, group, rank, head, lane)
             cute.arch.mbarrier_wait(has_parts, 0)
-            # What this block copies may be read until its peers have it all.
-            cute.arch.cluster_arrive()
             self._add_parts(query_address, attended, row, rank, tid)
-            cute.arch.cluster_wait()
 
     @cute.jit
-    def _locate(self, source, pair, warp, lane) -> tuple[Int64, Int64, Int32]:
-        """(address of the latent, of the rotated part, whether it counts) of a token of this warp:
-        lanes 0 to 7 have its eight of the first half, lanes 8 to 15 those of the second."""
-        latents, ropes, indices, table, row, sequence = source
+    def _load_indices(self, source, pair, warp, lane):
+        """(index of a slot of this warp, index before it): lanes 0 to 7 have the warp's eight of
+        the first half, lanes 8 to 15 those of the second."""
+        _latents, _ropes, indices, _table, row, _sequence = source
         slot = pair * PAIR_TOKENS + lane // 8 % 2 * _HALF + warp * 8 + lane % 8
         index_type = _CUTE_TYPES[self.v.index_dtype]
         index = index_type(-1)
@@ -379,28 +444,42 @@ class SparseMlaKernel:
             index = indices[row, slot]
             if slot > 0:
                 before = indices[row, slot - 1]
+        return index, before
+
+    @cute.jit
+    def _load_pages(self, source, chosen):
+        """(index, page or sequence of its token, whether it may count)."""
+        latents, _ropes, _indices, table, _row, sequence = source
+        index, before = chosen
         counts = index >= 0 and index != before
-        outer = Int32(0)
-        inner = Int32(0)
+        outer = Int32(sequence)
         if cutlass.const_expr(table is not None):
             column = index // CUTE_PAGE
             counts = counts and column < table.shape[1]
+            page = table.element_type(-1)
             if counts:
                 page = table[sequence, Int32(column)]
-                counts = page >= 0 and page < latents.shape[0]
-                if counts:
-                    outer = Int32(page)
-                    inner = Int32(index % CUTE_PAGE)
+            # Compared before it is cut to 32 bits.
+            outer = Int32(cutlass.max(cutlass.min(page, latents.shape[0]), -1))
         elif cutlass.const_expr(self.v.is_paged):
-            counts = counts and index // CUTE_PAGE < latents.shape[0]
-            if counts:
-                outer = Int32(index // CUTE_PAGE)
-                inner = Int32(index % CUTE_PAGE)
+            outer = Int32(cutlass.max(cutlass.min(index // CUTE_PAGE, latents.shape[0]), -1))
         else:
             counts = counts and index < latents.shape[1]
-            if counts:
-                outer = sequence
-                inner = Int32(index)
+        return index, outer, Int32(counts)
+
+    @cute.jit
+    def _place(self, source, paged) -> tuple[Int64, Int64, Int32]:
+        """(address of the latent, of the rotated part, whether it counts) of a token."""
+        latents, ropes, _indices, _table, _row, _sequence = source
+        index, outer, may_count = paged
+        counts = may_count != 0
+        if cutlass.const_expr(self.v.is_paged):
+            counts = counts and outer >= 0 and outer < latents.shape[0]
+        inner = Int32(0)
+        if counts:
+            inner = Int32(index % CUTE_PAGE if self.v.is_paged else index)
+        else:
+            outer = Int32(0)
         latent = latents.iterator.toint() + 2 * (
             Int64(outer) * Int64(latents.stride[0]) + Int64(inner) * Int64(latents.stride[1])
         )
@@ -422,6 +501,7 @@ class SparseMlaKernel:
                     (votes >> (lane * 8)) & 255,
                 ],
             )
+        cute.arch.sync_warp()
 
     @cute.jit
     def _gather(self, token_address, place, half: cutlass.Constexpr, has_tokens, warp, lane):
@@ -441,6 +521,82 @@ class SparseMlaKernel:
                 _copy_16_bytes(to, tile * _TILE_BYTES, from_latent, tile * 128, num_bytes)
             _copy_16_bytes(to, (_NUM_TILES - 1) * _TILE_BYTES, from_rope, 0, num_bytes)
         cute.arch.cp_async_mbarrier_arrive_noinc(has_tokens + half)
+        self._release(has_tokens + half)
+
+    def _release(self, barrier) -> None:
+        """One arrival for this warp's 32 lanes."""
+        cute.arch.sync_warp()
+        with cute.arch.elect_one():
+            cute.arch.mbarrier_arrive(barrier)
+
+    @cute.jit
+    def _load_query_registers(self, query_fragment, query_address, warp, lane) -> None:
+        """The 16 heads of this warp, as the A operand has them."""
+        words = cute.recast_tensor(query_fragment, Int32)
+        row = warp % 4 * 16 + lane % 16
+        start = query_address + row * 128
+        for step in cutlass.range_constexpr(4):
+            piece = step * 2 + lane // 16
+            address = start + ((piece ^ (lane % 8)) * 16)
+            for tile in cutlass.range_constexpr(_NUM_TILES):
+                loaded = _load_matrices(address, tile * _TILE_BYTES)
+                for i in cutlass.range_constexpr(4):
+                    words[(tile * 4 + step) * 4 + i] = loaded[i]
+
+    @cute.jit
+    def _multiply_keys(self, keys, has_tokens, half: cutlass.Constexpr, phase) -> None:
+        """Start the products of a half's tokens with the queries, once they are there."""
+        mmas, scores, query_fragment, key_fragment = keys
+        cute.arch.mbarrier_wait(has_tokens + half, phase)
+        # What cp.async wrote, the tensor core reads by another way.
+        cute.arch.fence_proxy("async.shared", space="cta")
+        warpgroup.fence()
+        for k in cutlass.range_constexpr(_WIDTH // 16):
+            cute.gemm(
+                mmas[k > 0],
+                scores,
+                query_fragment[None, None, k],
+                key_fragment[None, None, k, half],
+                scores,
+            )
+        warpgroup.commit_group()
+
+    @cute.jit
+    def _multiply_values(
+        self, weighing, half: cutlass.Constexpr, is_first: cutlass.Constexpr = False
+    ) -> None:
+        """Start adding a half's values, weighed by its probabilities."""
+        mmas, sums, probability_fragment, value_fragment = weighing
+        warpgroup.fence()
+        for k in cutlass.range_constexpr(_HALF // 16):
+            cute.gemm(
+                mmas[k > 0 or not is_first],
+                sums,
+                probability_fragment[None, None, k, half],
+                value_fragment[None, None, k, half],
+                sums,
+            )
+        warpgroup.commit_group()
+
+    @cute.jit
+    def _rescale(self, sums, rescale, half: cutlass.Constexpr, head) -> None:
+        """Bring the sums to the maxima that a half has raised; no wgmma on them is under way."""
+        factors = (rescale[half * _HEADS + head], rescale[half * _HEADS + head + 8])
+        is_rescaled = factors[0] != 1.0 or factors[1] != 1.0
+        if cute.arch.vote_any_sync(is_rescaled):
+            for block in cutlass.range_constexpr(_COLUMNS // 8):
+                for i in cutlass.range_constexpr(4):
+                    sums[block * 4 + i] = sums[block * 4 + i] * factors[i // 2]
+
+    def _weigh(self, scores, memory, half: int, phase, group, head, lane) -> None:
+        """Turn a half's scores into probabilities, for the tensor core to read."""
+        scale, own_stats, rescale, masks_address, token_address = memory
+        mask = load_shared_v2(masks_address + phase * 16 + half * 8)
+        # All four warps have read the rotated parts before one writes over them.
+        cute.arch.barrier(barrier_id=1 + half, number_of_threads=_GROUP)
+        address = token_address + (half * _HALF_BYTES + (_NUM_TILES - 1) * _TILE_BYTES)
+        self._softmax(scores, mask, scale, own_stats, rescale, half, address, head, lane)
+        cute.arch.fence_proxy("async.shared", space="cta")
 
     @cute.jit
     def _load_queries(self, atom, coords, query_part, has_query, row, rank) -> None:
@@ -451,7 +607,7 @@ class SparseMlaKernel:
             0,
             cute.make_layout(1),
             cute.group_modes(
-                _view(
+                cute.make_tensor(
                     query_part.iterator,
                     cute.make_layout(
                         ((8, 8), (64, 1), _NUM_TILES),
@@ -486,13 +642,14 @@ class SparseMlaKernel:
         self, scores, mask, scale, own_stats, rescale, half: cutlass.Constexpr, address, head, lane
     ) -> None:
         """Turn a half's scores into probabilities in shared memory; add to the heads' sums."""
-        words = [word >> (lane % 4 * 2) for word in mask]
         for i in cutlass.range_constexpr(_HALF // 2):
-            block, e = i // 4, i % 2
-            scaled = scores[i] * scale
-            if (words[block // 4] >> (block % 4 * 8 + e)) & 1 == 0:
-                scaled = Float32(float("-inf"))
-            scores[i] = scaled
+            scores[i] = scores[i] * scale
+        if mask[0] & mask[1] != -1:
+            words = [word >> (lane % 4 * 2) for word in mask]
+            for i in cutlass.range_constexpr(_HALF // 2):
+                block, e = i // 4, i % 2
+                if (words[block // 4] >> (block % 4 * 8 + e)) & 1 == 0:
+                    scores[i] = Float32(float("-inf"))
         for which in cutlass.range_constexpr(2):
             at = head + which * 8
             highest = scores[which * 2]
@@ -595,19 +752,18 @@ class SparseMlaKernel:
                 _store_shared_v4(to + (head + which * 8) * 64, words)
 
     @cute.jit
-    def _send_parts(self, staged, received, has_parts, group, rank) -> None:
-        """Copy every peer its blocks of columns, each block of the cluster from another one on."""
+    def _send_parts(self, staged, received, has_parts, group, rank, head, lane) -> None:
+        """Store every peer what this thread has staged for it, from another peer on each block."""
         barrier = Int32(has_parts.toint())
         for i in cutlass.range_constexpr(_NUM_VECTORS):
             vector = group * _NUM_VECTORS + (i + rank * self.num_own) % _NUM_VECTORS
             peer = vector // self.num_own
             to = received + (rank * self.num_own + vector % self.num_own) * _BLOCK_BYTES
-            _copy_to_peer(
-                peer_address(to, peer),
-                staged + vector * _BLOCK_BYTES,
-                _BLOCK_BYTES,
-                peer_address(barrier, peer),
-            )
+            its_barrier = peer_address(barrier, peer)
+            for which in cutlass.range_constexpr(2):
+                place = (head + which * 8) * 64 + lane % 4 * 16
+                words = load_shared_v4(staged + vector * _BLOCK_BYTES + place)
+                send_v4(peer_address(to + place, peer), words, its_barrier)
 
     @cute.jit
     def _add_parts(self, received, attended, row, rank, tid) -> None:
@@ -649,11 +805,6 @@ class SparseMlaKernel:
                         address + block * 16,
                         pack_bf16(sums[i] * weights[which], sums[i + 1] * weights[which]),
                     )
-
-
-def _view(pointer: cute.Pointer, layout: cute.Layout) -> cute.Tensor:
-    """A tensor in swizzled shared memory; the pointer carries the swizzle."""
-    return cute.make_tensor(pointer, layout)
 
 
 def _bits(value: Float32) -> Int32:
@@ -704,12 +855,13 @@ def _copy_16_bytes(
     )
 
 
-def _copy_to_peer(to: Int32, source: Int32, num_bytes: int, barrier: Int32) -> None:
-    """Start copying shared memory to a peer's; its barrier counts the bytes."""
-    inline_ptx(
-        "cp.async.bulk.shared::cluster.shared::cta.mbarrier::complete_tx::bytes "
-        "[{$r0}], [{$r1}], {$r2}, [{$r3}];",
-        read_only_args=[to, source, Int32(num_bytes), barrier],
+def _load_matrices(address: Int32, offset: int) -> tuple[Int32, Int32, Int32, Int32]:
+    """Four 8 x 8 matrices of bf16; a row of 16 bytes each lane's address."""
+    return inline_ptx(
+        "ldmatrix.sync.aligned.m8n8.x4.shared.b16 {{$w0}, {$w1}, {$w2}, {$w3}}, "
+        f"[{{$r0}}+{offset}];",
+        write_only_types=[Int32, Int32, Int32, Int32],
+        read_only_args=[address],
     )
 
 
@@ -801,9 +953,13 @@ def sparse_mla_decode_cute(
     attended_RHL = q_RHC.new_empty((num_rows, num_heads, CUTE_RANK))
     if not attended_RHL.numel():
         return attended_RHL
+    if not latents_XYL.numel() or not num_slots:
+        return attended_RHL.zero_()
     size = cluster or cluster_size(num_rows, num_slots)
+    num_pairs = -(-num_slots // (size * PAIR_TOKENS))
     variant = Variant(
         cluster=size,
+        is_single=num_pairs == 1,
         num_heads=num_heads,
         index_dtype=indices_RK.dtype,
         table_dtype=None if block_table is None else block_table.dtype,
@@ -820,6 +976,6 @@ def sparse_mla_decode_cute(
         attended_RHL,
         sm_scale * math.log2(math.e),
         rows_per_sequence,
-        max(1, -(-num_slots // (size * PAIR_TOKENS))),
+        num_pairs,
     )
     return attended_RHL
