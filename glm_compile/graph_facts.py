@@ -6,7 +6,6 @@ means than the passes use, so that a report can compare what they matched with i
 
 from __future__ import annotations
 
-import operator
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -14,7 +13,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from glm_compile.fx_passes._dynamo_graph import example_value, is_pure, parameter_name
+from glm_compile.fx_passes._dynamo_graph import example_value, is_pure, op_name, parameter_name
 from glm_compile.fx_passes.layer_kinds import layer_of
 from glm_compile.options import PASS_NAMES
 
@@ -231,7 +230,8 @@ def _is_norm_of_linear(node: fx.Node) -> bool:
     """
     norm = _innermost_module(node)
     operands = [a for a in node.args if isinstance(a, fx.Node)]
-    if norm is None or not norm[1].endswith("RMSNorm") or node.target is not operator.mul:
+    # Where a default device is set, Dynamo records operators as methods.
+    if norm is None or not norm[1].endswith("RMSNorm") or op_name(node) != "mul":
         return False
     if len(operands) != 2 or not any(parameter_name(operand) for operand in operands):
         return False
@@ -257,9 +257,9 @@ def _part_of(node: fx.Node) -> fx.Node:
     """The node of which `node` is a view, or a part that was split off."""
     while True:
         source = _read_from(node, _VIEWS)
-        if source.target is operator.getitem and isinstance(source.args[0], fx.Node):
+        if op_name(source) == "getitem" and isinstance(source.args[0], fx.Node):
             split = source.args[0]
-            if split.target in (torch.split, "split") and isinstance(split.args[0], fx.Node):
+            if op_name(split) == "split" and isinstance(split.args[0], fx.Node):
                 source = split.args[0]
         if source is node:
             return node

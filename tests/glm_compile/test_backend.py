@@ -234,6 +234,20 @@ def test_a_disabled_pass_is_absent_and_not_expected(names):
     assert "merge_linears" in report.matches
 
 
+def test_a_default_device_changes_nothing():
+    """Dynamo then records operators as methods."""
+    model = small_model(dtype=BF16)
+    step = Step(model, "static", 6)
+    torch.set_default_device("cpu")
+    try:
+        actual, _ = step.run(compile_model(model, disable=("moe_experts",)))
+    finally:
+        torch.set_default_device(None)
+    assert_logits_close(actual, step.run(model)[0], step.exact(model))
+    report = report_of_last_compilation()
+    assert report.ok and report.matches["rms_norm_linear"] == 3
+
+
 def test_everything_disabled_is_bitwise_the_eager_model():
     model = small_model()
     step = Step(model, "static", 6)
