@@ -1,4 +1,4 @@
-"""Routed experts: SwiGLU MLPs of which each token takes the few that its router chose.
+"""Routed experts, SwiGLU MLPs of which each token takes a few, and the router that chooses them.
 
 Shape legend: M tokens, K experts of a token (8 in the release), P = M * K pairs of a token and an
 expert, E experts, C hidden size, I intermediate size of an expert.
@@ -13,10 +13,17 @@ import torch
 from glm_compile.ops import _dispatch
 from glm_compile.ops._cute import why_no_cute
 from glm_compile.ops._library import register_op
-from glm_compile.ops.moe.config import BLOCK_TOKENS, MAX_PAIRS, MAX_STAGES, stream_config_for
+from glm_compile.ops.moe.config import (
+    BLOCK_TOKENS,
+    CUTE_PAIRS,
+    MAX_PAIRS,
+    MAX_STAGES,
+    stream_config_for,
+)
 from glm_compile.ops.moe.reference import moe_experts_grouped, moe_experts_reference
+from glm_compile.ops.moe.router import moe_router
 
-__all__ = ["moe_experts"]
+__all__ = ["moe_experts", "moe_router"]
 
 DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 
@@ -35,8 +42,8 @@ def moe_experts(
     Products are accumulated in fp32. A token's experts are weighted and added up in fp32, in the
     order of its ids, and rounded once, as transformers does; the kernels round what is between the
     two products once, the library's path twice more. A row depends neither on the other rows nor
-    on their experts, and repeated calls are equal bit for bit (in the library's path as far as
-    torch's grouped product has these properties).
+    on their experts, and repeated calls are equal bit for bit; `grouped_mm` is as good as torch's
+    grouped product in both. Unforced, the kernel is chosen by M and K.
 
     Args:
         x_MC: fp32, fp16 or bf16 [M, C], any strides; M = 0 is allowed.
@@ -53,9 +60,7 @@ def moe_experts(
         x's dtype [M, C], contiguous.
     """
     _check(x_MC, router_weights_ME8, router_ids_ME8, gate_up, down)
-    return _moe_experts_op(
-        x_MC, router_weights_ME8, router_ids_ME8, gate_up, down, backend or ""
-    )
+    return _moe_experts_op(x_MC, router_weights_ME8, router_ids_ME8, gate_up, down, backend or "")
 
 
 def _check(
@@ -179,9 +184,9 @@ def _run_triton(*args: torch.Tensor) -> torch.Tensor:
     return moe_experts_triton(*args)
 
 
-_BACKENDS = (
-    _dispatch.Backend("cute", _why_not_cute, _run_cute),
-    _dispatch.Backend("triton", _why_not_triton, _run_triton),
+_CUTE = _dispatch.Backend("cute", _why_not_cute, _run_cute)
+_TRITON = _dispatch.Backend("triton", _why_not_triton, _run_triton)
+_OTHERS = (
     _dispatch.Backend("grouped_mm", _why_not_grouped_mm, moe_experts_grouped),
     _dispatch.Backend("reference", _dispatch.always, moe_experts_reference),
 )
@@ -197,7 +202,10 @@ def _run_moe_experts(
 ) -> torch.Tensor:
     if not x.numel() or not ids.numel():
         return x.new_zeros(x.shape)
-    return _dispatch.run("moe_experts", _BACKENDS, backend, x, weights, ids, gate_up, down)
+    kernels = (_CUTE, _TRITON) if ids.numel() <= CUTE_PAIRS else (_TRITON, _CUTE)
+    return _dispatch.run(
+        "moe_experts", (*kernels, *_OTHERS), backend, x, weights, ids, gate_up, down
+    )
 
 
 def _moe_experts_fake(

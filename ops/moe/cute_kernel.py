@@ -299,9 +299,7 @@ class ExpertKernel:
         return feature, feature + (v.num_features if row % 16 >= 8 else 0)
 
     @cute.jit
-    def _multiply(
-        self, x, output, group_pairs, ring, sums, is_full, is_empty, item, last
-    ) -> None:
+    def _multiply(self, x, output, group_pairs, ring, sums, is_full, is_empty, item, last) -> None:
         v = self.v
         lane = cute.arch.lane_idx()
         warp = cute.arch.make_warp_uniform(cute.arch.warp_idx())
