@@ -6,6 +6,10 @@ L rank of the latent, V value dim.
 
 from __future__ import annotations
 
+import subprocess
+import sys
+from pathlib import Path
+
 import pytest
 import torch
 
@@ -212,3 +216,29 @@ def test_many_rows_go_to_the_library(monkeypatch):
     absorb_query(q_nope, q_rot, weight)
     with pytest.raises(AssertionError, match="few rows"):
         absorb_query(q_nope[:-1], q_rot[:-1], weight)
+
+
+FIRST_CALL_IN_A_CAPTURE = """
+import torch
+from glm_compile.ops.mla_absorb import absorb_query, project_values
+from tests.ops.test_mla_absorb import make_inputs, oracles
+
+q_nope, q_rot, o, weight = inputs = make_inputs((6,), (64, 192, 64, 512, 256), device="cuda")
+graph = torch.cuda.CUDAGraph()
+with torch.cuda.graph(graph):
+    queries = absorb_query(q_nope, q_rot, weight, backend="cute")
+    values = project_values(o, weight, num_values=256, backend="cute")
+graph.replay()
+for output, expected in zip((queries, values), oracles(*inputs)):
+    torch.testing.assert_close(output.double(), expected, rtol=0.01, atol=0.01)
+"""
+
+
+@pytest.mark.gpu
+def test_first_call_may_be_inside_a_capture():
+    command = [sys.executable, "-c", FIRST_CALL_IN_A_CAPTURE]
+    root = Path(__file__).parents[2]
+    done = subprocess.run(
+        command, capture_output=True, text=True, timeout=120, check=False, cwd=root
+    )
+    assert done.returncode == 0, done.stderr[-2000:]
