@@ -103,13 +103,6 @@ def store_shared(address: Int32, value: Int32) -> None:
     inline_ptx("st.shared.b32 [{$r0}], {$r1};", read_only_args=[address, value])
 
 
-def load_shared(address: Int32) -> Int32:
-    """One word of this block's shared memory."""
-    return inline_ptx(
-        "ld.shared.b32 {$w0}, [{$r0}];", write_only_types=[Int32], read_only_args=[address]
-    )
-
-
 @cute.jit
 def clamp_index(value, limit) -> Int32:
     """A 32- or 64-bit index within 0 and `limit`, compared before it is cut to 32 bits."""
@@ -219,37 +212,6 @@ def float_of_half(bits: Int32) -> Float32:
         "{ .reg .b16 low, high; mov.b32 {low, high}, {$r0}; cvt.f32.f16 {$w0}, low; }",
         write_only_types=[Float32],
         read_only_args=[bits],
-    )
-
-
-def absolute(value: Float32) -> Float32:
-    """|value|."""
-    return inline_ptx("abs.f32 {$w0}, {$r0};", write_only_types=[Float32], read_only_args=[value])
-
-
-def pack_fp8(values: Sequence[Float32]) -> Int32:
-    """Four floats rounded to e4m3, as far as it goes, the first one at the lowest address."""
-    return inline_ptx(
-        "{\n.reg .b16 low, high;\n"
-        "cvt.rn.satfinite.e4m3x2.f32 low, {$r1}, {$r0};\n"
-        "cvt.rn.satfinite.e4m3x2.f32 high, {$r3}, {$r2};\n"
-        "mov.b32 {$w0}, {low, high};\n}",
-        write_only_types=[Int32],
-        read_only_args=list(values),
-    )
-
-
-def unpack_fp8(word: Int32) -> tuple[Float32, Float32, Float32, Float32]:
-    """The four e4m3 of a word, the one at the lowest address first."""
-    return inline_ptx(
-        "{\n.reg .b16 low, high, a, b, c, d;\n.reg .b32 first, second;\n"
-        "mov.b32 {low, high}, {$r0};\n"
-        "cvt.rn.f16x2.e4m3x2 first, low;\ncvt.rn.f16x2.e4m3x2 second, high;\n"
-        "mov.b32 {a, b}, first;\nmov.b32 {c, d}, second;\n"
-        "cvt.f32.f16 {$w0}, a;\ncvt.f32.f16 {$w1}, b;\n"
-        "cvt.f32.f16 {$w2}, c;\ncvt.f32.f16 {$w3}, d;\n}",
-        write_only_types=[Float32] * 4,
-        read_only_args=[word],
     )
 
 

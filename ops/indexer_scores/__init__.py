@@ -28,6 +28,8 @@ _MAX_GRID = 65535
 _CUTE_HEADS = (16, 32, 64)
 _CUTE_HEAD_DIM = 128
 _CUTE_ALIGNMENT = 16
+# The dtypes of q that `cute` was measured with on a GPU.
+_CUTE_FIRST = (torch.float8_e4m3fn, torch.bfloat16)
 
 
 def indexer_scores(
@@ -401,33 +403,22 @@ def _expand(
     return expand_key_mask(key_mask, num_batch, num_queries, num_keys)
 
 
-_BACKENDS = (
-    _dispatch.Backend("triton", _why_no_contiguous_triton, _run_contiguous_triton),
-    _dispatch.Backend("cute", _why_no_contiguous_cute, _run_contiguous_cute),
-    _dispatch.Backend("reference", _dispatch.always, indexer_scores_reference),
-)
+_TRITON = _dispatch.Backend("triton", _why_no_contiguous_triton, _run_contiguous_triton)
+_CUTE = _dispatch.Backend("cute", _why_no_contiguous_cute, _run_contiguous_cute)
+_REFERENCE = _dispatch.Backend("reference", _dispatch.always, indexer_scores_reference)
 _PAGED_TRITON = _dispatch.Backend("triton", _why_no_paged_triton, _run_paged_triton)
 _PAGED_CUTE = _dispatch.Backend("cute", _why_no_paged_cute, _run_paged_cute)
 _PAGED_REFERENCE = _dispatch.Backend("reference", _dispatch.always, indexer_scores_paged_reference)
 
 
-def _paged_backends(
-    q: torch.Tensor,
-    weights: torch.Tensor,
-    block_table: torch.Tensor,
-    lengths: torch.Tensor,
-    starts: torch.Tensor | None,
-    key_mask: torch.Tensor | None,
-) -> tuple[_dispatch.Backend, ...]:
-    """`cute` goes first only for the calls that it was measured with on a GPU."""
-    is_measured = (
-        q.dtype in (torch.float8_e4m3fn, torch.bfloat16)
-        and weights.dtype == torch.float32
-        and block_table.dtype == lengths.dtype == torch.int32
-        and starts is None
-        and key_mask is None
-    )
-    if is_measured:
+def _backends(q: torch.Tensor) -> tuple[_dispatch.Backend, ...]:
+    if q.dtype in _CUTE_FIRST:
+        return _CUTE, _TRITON, _REFERENCE
+    return _TRITON, _CUTE, _REFERENCE
+
+
+def _paged_backends(q: torch.Tensor) -> tuple[_dispatch.Backend, ...]:
+    if q.dtype in _CUTE_FIRST:
         return _PAGED_CUTE, _PAGED_TRITON, _PAGED_REFERENCE
     return _PAGED_TRITON, _PAGED_CUTE, _PAGED_REFERENCE
 
@@ -444,7 +435,7 @@ def _indexer_scores(
 ) -> torch.Tensor:
     return _dispatch.run(
         "indexer_scores",
-        _BACKENDS,
+        _backends(q_BSHD),
         backend or None,
         q_BSHD,
         weights_BSH,
@@ -484,7 +475,7 @@ def _indexer_scores_paged(
 ) -> torch.Tensor:
     return _dispatch.run(
         "indexer_scores_paged",
-        _paged_backends(q_RHD, weights_RH, block_table, lengths_R, starts_R, key_mask),
+        _paged_backends(q_RHD),
         backend or None,
         q_RHD,
         weights_RH,

@@ -2,8 +2,8 @@
 
 The 64 keys of a page are the M side of a wgmma, the query rows' heads (up to 256 columns) its N
 side, so a key is read once for all rows. Blocks are persistent: one warp of a block reads the block
-table and keeps a ring of pages full by bulk tensor copies, two warpgroups take turns at the pages,
-one multiplying while the other reduces its products over the heads in registers.
+table and keeps a ring of pages full by bulk tensor copies, two or three warpgroups take turns at
+the pages, one multiplying while others reduce their products over the heads in registers.
 
 The pages of each block are found from the lengths on the device. One tile of rows: page p goes to
 block p modulo their number. More: the pages of all tiles form one list, cut into one piece a block.
@@ -35,24 +35,29 @@ from glm_compile.ops._cute import arch_of, compile_kernel
 from glm_compile.ops._cute.device import (
     WARP,
     clamp_index,
+    load_shared_v4,
     shared_address,
+    store_global,
     store_shared,
     warp_inclusive_scan,
 )
-from glm_compile.ops._cute.stream import bulk_load
+from glm_compile.ops._cute.stream import bulk_load, evict_first_policy, evict_normal_policy
 from glm_compile.ops._dispatch import num_multiprocessors
+from glm_compile.ops.indexer_scores.config import MAX_GROUPS
 
 _GROUP = 128
 _PAGE = 64
 _DIM = 128
 # Columns of the widest wgmma.
 MAX_COLUMNS = 256
+# Columns of the widest tile whose products leave room for a third scoring warpgroup.
+MAX_COLUMNS_OF_3_GROUPS = 192
 # Rows of queries that share a tile at most: what the epilogue was written for.
 MAX_ROWS = 8
 _SHARED_BYTES = 220 * 1024
-# A thread of each role: (40 + 2 * 232) * 128 are the registers of a multiprocessor.
-_LOADER_REGISTERS = 40
-_SCORER_REGISTERS = 232
+# Registers of a thread that (loads, scores), by the number of scoring warpgroups. With 128 threads
+# each they are those of a multiprocessor.
+_REGISTERS = {2: (40, 232), 3: (56, 152)}
 
 _CUTE_TYPES = {
     torch.float8_e4m3fn: Float8E4M3FN,
@@ -76,7 +81,9 @@ class Variant:
         weight_dtype, length_dtype, table_dtype: of these arguments; no table: contiguous keys.
         start_dtype: None without starts.
         has_mask: whether there is a key mask.
-        num_stages: pages in flight, at most; even.
+        num_groups: warpgroups that score, 2 or 3. Three have fewer registers each: the head weights
+            are in shared memory then.
+        num_stages: pages in flight, at most.
         use_pdl: start before the kernels ahead have ended.
     """
 
@@ -88,6 +95,7 @@ class Variant:
     table_dtype: torch.dtype | None = torch.int32
     start_dtype: torch.dtype | None = None
     has_mask: bool = False
+    num_groups: int = 2
     num_stages: int = 16
     use_pdl: bool = True
 
@@ -107,7 +115,8 @@ class IndexerScoresKernel:
         v = variant
         self.v = variant
         self.dtype = _CUTE_TYPES[v.key_dtype]
-        self.num_groups = 2
+        self.num_groups = v.num_groups
+        self.has_table = v.table_dtype is not None
         self.num_threads = (self.num_groups + 1) * _GROUP
         element_bytes = 1 if v.is_fp8 else 2
         self.key_bytes = _PAGE * _DIM * element_bytes
@@ -115,8 +124,15 @@ class IndexerScoresKernel:
         self.query_bytes = v.num_columns * _DIM * element_bytes
         # Two tiles of queries, so that the next ones are there when a block moves on.
         self.num_query_stages = 2 if self.query_bytes <= 32 * 1024 else 1
+        self.has_shared_weights = v.num_groups > 2
+        # A copy for each warp, so that none waits for another one.
+        self.weight_bytes = v.num_rows * v.num_heads * 4
         room = _SHARED_BYTES - self.num_query_stages * self.query_bytes
-        self.num_stages = min(v.num_stages, room // self.stage_bytes // 2 * 2)
+        if self.has_shared_weights:
+            room -= self.num_groups * _GROUP // WARP * self.weight_bytes
+        # As many for each warpgroup.
+        most = min(v.num_stages, room // self.stage_bytes)
+        self.num_stages = most // self.num_groups * self.num_groups
         self.num_steps = _DIM * element_bytes // 32
         # Pairs of adjacent columns of one row that a thread holds.
         self.num_pairs = v.num_heads // 8
@@ -231,6 +247,10 @@ class IndexerScoresKernel:
                 Float32, cute.make_layout(self.num_stages * _PAGE), 128
             )
         entry_ring = allocator.allocate_tensor(Int32, cute.make_layout(self.num_stages), 16)
+        shared_weights = None
+        if cutlass.const_expr(self.has_shared_weights):
+            num_weights = self.num_groups * _GROUP // WARP * v.num_rows * v.num_heads
+            shared_weights = allocator.allocate_tensor(Float32, cute.make_layout(num_weights), 16)
         plan = allocator.allocate_tensor(Int32, cute.make_layout(4), 16)
         num_barriers = 2 * (self.num_stages + self.num_query_stages)
         barriers = allocator.allocate_tensor(Int64, cute.make_layout(num_barriers), 16).iterator
@@ -258,10 +278,10 @@ class IndexerScoresKernel:
         if num_tiles > 1 and warp == 0:
             self._make_plan(plan, windows, num_tiles)
         cute.arch.sync_threads()
-        rings = (key_ring, query_ring, scale_ring, entry_ring)
+        rings = (key_ring, query_ring, scale_ring, entry_ring, shared_weights)
         signals = (is_full, is_empty, has_query, is_query_free)
         if warp >= self.num_groups * _GROUP // WARP:
-            cute.arch.setmaxregister_decrease(_LOADER_REGISTERS)
+            cute.arch.setmaxregister_decrease(_REGISTERS[v.num_groups][0])
             if warp == self.num_groups * _GROUP // WARP:
                 self._load(
                     (key_atom, key_coords, query_atom, query_coords),
@@ -274,7 +294,7 @@ class IndexerScoresKernel:
                     num_tiles,
                 )
         else:
-            cute.arch.setmaxregister_increase(_SCORER_REGISTERS)
+            cute.arch.setmaxregister_increase(_REGISTERS[v.num_groups][1])
             self._score(
                 tiled_mma,
                 weights,
@@ -387,8 +407,9 @@ class IndexerScoresKernel:
     def _load(self, atoms, scales, table, windows, rings, signals, plan, num_tiles) -> None:
         v = self.v
         key_atom, key_coords, query_atom, query_coords = atoms
-        key_ring, query_ring, scale_ring, entry_ring = rings
+        key_ring, query_ring, scale_ring, entry_ring, _shared_weights = rings
         is_full, is_empty, has_query, is_query_free = signals
+        queries = (query_atom, query_coords, query_ring, has_query)
         num_queries = windows[2]
         tiles_per_sequence = (num_queries + v.num_rows - 1) // v.num_rows
         # (copy, stage), (copy, row tile, dim tile, page or sequence)
@@ -400,7 +421,22 @@ class IndexerScoresKernel:
             cute.group_modes(key_ring, 0, 2),
             cute.group_modes(key_tiles, 0, 2),
         )
+        # What does not take the lengths is asked for before they are.
+        following = Int32(0)
+        is_asked_for = Boolean(False)
+        if cutlass.const_expr(table is not None and windows[1] is None):
+            block, _, _ = cute.arch.block_idx()
+            num_blocks, _, _ = cute.arch.grid_dim()
+            following = self._entries(table, Int32(0), Int32(block), Int32(num_blocks))
+            is_asked_for = num_tiles == 1
+        if num_tiles == 1:
+            self._load_query(queries, Int32(0), Int32(0))
         tile, page, last, step, remaining = self._first_piece(plan, windows, num_tiles)
+        has_pages = remaining > 0
+        # Keys are read once, or again by the next tile of a long step.
+        policy = evict_first_policy()
+        if tiles_per_sequence > 1:
+            policy = evict_normal_policy()
         slot = Int32(0)
         phase = Int32(1)
         query_slot = Int32(0)
@@ -412,37 +448,18 @@ class IndexerScoresKernel:
                 sequence = tile // tiles_per_sequence
                 # The first row of a tile is no multiple of the tile where rows are few or odd.
                 row = sequence * num_queries + tile % tiles_per_sequence * v.num_rows
-                query_from = cute.local_tile(
-                    cute.domain_offset((row * v.num_heads, 0), query_coords),
-                    (v.num_columns, _DIM),
-                    (0, 0),
-                )
-                query_to, query_from = cpasync.tma_partition(
-                    query_atom,
-                    0,
-                    cute.make_layout(1),
-                    cute.group_modes(query_ring, 0, 2),
-                    cute.group_modes(query_from, 0, 2),
-                )
-                cute.arch.mbarrier_wait(is_query_free + query_slot, query_phase)
-                with cute.arch.elect_one():
-                    cute.arch.mbarrier_arrive_and_expect_tx(
-                        has_query + query_slot, self.query_bytes
-                    )
-                cute.copy(
-                    query_atom,
-                    query_from,
-                    query_to[None, query_slot],
-                    tma_bar_ptr=has_query + query_slot,
-                )
+                if num_tiles > 1:
+                    cute.arch.mbarrier_wait(is_query_free + query_slot, query_phase)
+                    cute.arch.sync_warp()
+                    self._load_query(queries, row, query_slot)
                 query_slot += 1
                 if query_slot == self.num_query_stages:
                     query_slot = Int32(0)
                     query_phase ^= 1
                 entries = Int32(0)
-                following = Int32(0)
-                if cutlass.const_expr(table is not None):
-                    following = self._entries(table, sequence, page, step)
+                if cutlass.const_expr(table is not None):  # noqa: SIM102 - decided while tracing
+                    if not is_asked_for:
+                        following = self._entries(table, sequence, page, step)
                 for i in cutlass.range(count, unroll=1):
                     entry = sequence
                     if cutlass.const_expr(table is not None):
@@ -453,7 +470,8 @@ class IndexerScoresKernel:
                             )
                         entry = cute.arch.shuffle_sync(entries, i % WARP)
                     cute.arch.mbarrier_wait(is_empty + slot, phase)
-                    store_shared(entry_address + slot * 4, entry)
+                    cute.arch.sync_warp()
+                    store_shared(entry_address + slot * 4, cutlass.max(entry, -1))
                     if entry >= 0:
                         with cute.arch.elect_one():
                             cute.arch.mbarrier_arrive_and_expect_tx(
@@ -468,6 +486,7 @@ class IndexerScoresKernel:
                                     source,
                                     _PAGE * 4,
                                     Int32((is_full + slot).toint()),
+                                    policy,
                                 )
                         row_tile = Int32(0)
                         if cutlass.const_expr(table is None):
@@ -477,6 +496,7 @@ class IndexerScoresKernel:
                             key_from[None, row_tile, 0, entry],
                             key_to[None, slot],
                             tma_bar_ptr=is_full + slot,
+                            cache_policy=policy,
                         )
                     else:
                         with cute.arch.elect_one():
@@ -489,6 +509,28 @@ class IndexerScoresKernel:
             if remaining > 0:
                 tile += 1
                 page, last = self._pages_of_tile(windows, tile)
+        if num_tiles == 1 and not has_pages:
+            # Nobody waits for the queries, and a block must not end before its copies.
+            cute.arch.mbarrier_wait(has_query, 0)
+
+    @cute.jit
+    def _load_query(self, queries, row, slot) -> None:
+        """Start the copy of a tile's queries, from row `row` on."""
+        atom, coords, ring, has_query = queries
+        v = self.v
+        tile = cute.local_tile(
+            cute.domain_offset((row * v.num_heads, 0), coords), (v.num_columns, _DIM), (0, 0)
+        )
+        to, source = cpasync.tma_partition(
+            atom,
+            0,
+            cute.make_layout(1),
+            cute.group_modes(ring, 0, 2),
+            cute.group_modes(tile, 0, 2),
+        )
+        with cute.arch.elect_one():
+            cute.arch.mbarrier_arrive_and_expect_tx(has_query + slot, self.query_bytes)
+        cute.copy(atom, source, to[None, slot], tma_bar_ptr=has_query + slot)
 
     @cute.jit
     def _score(
@@ -509,7 +551,7 @@ class IndexerScoresKernel:
         lane = cute.arch.lane_idx()
         group = cute.arch.make_warp_uniform(tid // _GROUP)
         in_group = tid % _GROUP
-        key_ring, query_ring, scale_ring, entry_ring = rings
+        key_ring, query_ring, scale_ring, entry_ring, shared_weights = rings
         is_full, is_empty, has_query, is_query_free = signals
         num_queries = windows[2]
         num_keys = windows[3]
@@ -525,10 +567,14 @@ class IndexerScoresKernel:
         odd = lane // 2 % 2
 
         tile, page, last, step, remaining = self._first_piece(plan, windows, num_tiles)
-        # Pages of the block before this piece: page j of a block is warpgroup j % 2's.
+        # Pages of the block before this piece; a block's page j is warpgroup j % num_groups's.
         done = Int32(0)
         query_slot = Int32(0)
         query_phase = Int32(0)
+        slot = Int32(group)
+        phase = Int32(0)
+        row_bytes = Int64(scores.stride[0]) * 4
+        num_pairs_of_rows = cutlass.const_expr((v.num_rows + 1) // 2)
         while remaining > 0:
             count = cutlass.min(remaining, (last - page + step - 1) // step)
             if count > 0:
@@ -536,20 +582,33 @@ class IndexerScoresKernel:
                 query = tile % tiles_per_sequence * v.num_rows
                 row = sequence * num_queries + query
                 num_rows = cutlass.min(num_queries - query, v.num_rows)
-                weight_parts = self._load_weights(weights, row, num_rows, lane)
+                weight_parts = []
+                weight_address = Int32(0)
+                if cutlass.const_expr(self.has_shared_weights):
+                    weight_address = shared_address(shared_weights.iterator)
+                    weight_address += tid // WARP * self.weight_bytes
+                    self._share_weights(weights, row, num_rows, lane, weight_address)
+                    weight_address += lane % 4 * (self.num_pairs * 8)
+                else:
+                    weight_parts = self._load_weights(weights, row, num_rows, lane)
+                first = (group + self.num_groups - done % self.num_groups) % self.num_groups
+                position = (page + first * step) * _PAGE + key
+                address = (
+                    scores.iterator.toint() + Int64(row + odd) * row_bytes + Int64(position) * 4
+                )
+                address_step = Int64(step) * (_PAGE * 4 * self.num_groups)
+                has_row = [pair * 2 + odd < num_rows for pair in range(num_pairs_of_rows)]
                 cute.arch.mbarrier_wait(has_query + query_slot, query_phase)
-                first = (group + done) % self.num_groups
-                for i in cutlass.range(first, count, self.num_groups, unroll=1):
-                    index = done + i
-                    slot = index % self.num_stages
-                    phase = index // self.num_stages % 2
-                    position = (page + i * step) * _PAGE + key
+                cute.arch.sync_warp()
+                for _ in cutlass.range(first, count, self.num_groups, unroll=1):
                     allowed = []
                     if cutlass.const_expr(v.has_mask):
                         allowed = self._load_mask(
                             mask, sequence, query + odd, num_rows - odd, position, num_keys
                         )
                     cute.arch.mbarrier_wait(is_full + slot, phase)
+                    # Lanes may leave the wait apart.
+                    cute.arch.sync_warp()
                     warpgroup.fence()
                     tiled_mma.set(warpgroup.Field.ACCUMULATE, False)
                     for k in cutlass.range_constexpr(self.num_steps):
@@ -565,13 +624,21 @@ class IndexerScoresKernel:
                     scale = Float32(1.0)
                     if cutlass.const_expr(v.is_fp8):
                         scale = scale_ring[slot * _PAGE + key]
-                    entry = entry_ring[slot]
+                    entry = Int32(0)
+                    if cutlass.const_expr(self.has_table):
+                        entry = entry_ring[slot]
                     warpgroup.wait_group(0)
                     cute.arch.sync_warp()
-                    with cute.arch.elect_one():
-                        cute.arch.mbarrier_arrive(is_empty + slot)
-                    values = self._reduce(products, weight_parts, softmax_scale, lane)
-                    for pair in cutlass.range_constexpr((v.num_rows + 1) // 2):
+                    # Always so: the stage is given back after what was read of it has arrived.
+                    if entry >= -1:
+                        with cute.arch.elect_one():
+                            cute.arch.mbarrier_arrive(is_empty + slot)
+                    values = self._reduce(
+                        products, weight_parts, weight_address, softmax_scale, lane
+                    )
+                    is_inside = position < num_keys
+                    place = address
+                    for pair in cutlass.range_constexpr(num_pairs_of_rows):
                         value = values[pair]
                         if cutlass.const_expr(v.is_fp8):
                             value = value * scale
@@ -580,8 +647,14 @@ class IndexerScoresKernel:
                             is_scored = is_scored and allowed[pair] != 0
                         if not is_scored:
                             value = Float32(float("-inf"))
-                        if pair * 2 + odd < num_rows and position < num_keys:
-                            scores[row + pair * 2 + odd, position] = value
+                        store_global(place, value.bitcast(Int32), is_inside and has_row[pair])
+                        place += row_bytes * 2
+                    position += step * (_PAGE * self.num_groups)
+                    address += address_step
+                    slot += self.num_groups
+                    if slot >= self.num_stages:
+                        slot -= self.num_stages
+                        phase ^= 1
                 cute.arch.sync_warp()
                 with cute.arch.elect_one():
                     cute.arch.mbarrier_arrive(is_query_free + query_slot)
@@ -610,6 +683,35 @@ class IndexerScoresKernel:
         return parts
 
     @cute.jit
+    def _share_weights(self, weights, row, num_rows, lane, address) -> None:
+        """Put the tile's weights into this warp's part of shared memory, at `address`.
+
+        Row by row, those of a lane's columns follow each other, for each of four lanes.
+        """
+        v = self.v
+        total = cutlass.const_expr(v.num_rows * v.num_heads)
+        a_lane = cutlass.const_expr(self.num_pairs * 2)
+        cute.arch.sync_warp()
+        for first in cutlass.range_constexpr(0, total, WARP):
+            place = lane + first
+            if place < total:
+                rest = place % v.num_heads
+                j = rest % a_lane
+                head = j // 2 * 8 + rest // a_lane * 2 + j % 2
+                from_row = row + cutlass.min(place // v.num_heads, num_rows - 1)
+                weight = Float32(weights[from_row, head])
+                store_shared(address + place * 4, weight.bitcast(Int32))
+        cute.arch.sync_warp()
+
+    def _row_of_weights(self, address, i: int) -> list:
+        """This lane's weights of row i of the tile."""
+        first = address + i * self.v.num_heads * 4
+        words: list = []
+        for at in range(0, self.num_pairs * 8, 16):
+            words += load_shared_v4(first + at)
+        return [word.bitcast(Float32) for word in words]
+
+    @cute.jit
     def _load_mask(self, mask, sequence, query, num_rows, position, num_keys) -> list:
         """The mask at this lane's key, by pair of rows of the tile."""
         allowed = []
@@ -621,7 +723,7 @@ class IndexerScoresKernel:
         return allowed
 
     @cute.jit
-    def _reduce(self, products, weight_parts, softmax_scale, lane) -> list:
+    def _reduce(self, products, weight_parts, weight_address, softmax_scale, lane) -> list:
         """Sum over heads of weight * relu(product * scale), for this lane's key and rows.
 
         Of the 2 keys and all rows that four lanes hold parts of, a lane ends up with key `lane % 2`
@@ -632,6 +734,11 @@ class IndexerScoresKernel:
         is_odd_row = lane // 2 % 2 == 1
         sums = []
         for i in cutlass.range_constexpr(v.num_rows):
+            row_weights = []
+            if cutlass.const_expr(self.has_shared_weights):
+                row_weights = self._row_of_weights(weight_address, i)
+            else:
+                row_weights = weight_parts[i]
             both = []
             for half in cutlass.range_constexpr(2):
                 total = Float32(0.0)
@@ -642,7 +749,7 @@ class IndexerScoresKernel:
                         product = product * softmax_scale
                     # Keeps NaN, as torch.relu does.
                     positive = cute.arch.fmax(product, Float32(0.0), nan=True)
-                    total = _fma(positive, weight_parts[i][j], total)
+                    total = _fma(positive, row_weights[j], total)
                 both.append(total)
             sums.append(_exchange(both[0], both[1], is_odd_key, 1))
         values = []
@@ -728,6 +835,7 @@ def indexer_scores_cute(
     *,
     max_len: int,
     block_table: torch.Tensor | None = None,
+    num_groups: int | None = None,
     num_stages: int = 16,
     use_pdl: bool = True,
 ) -> torch.Tensor:
@@ -744,6 +852,7 @@ def indexer_scores_cute(
         softmax_scale: factor of the products; not applied to FP8 ones.
         max_len: T.
         block_table: [B, P] of pages.
+        num_groups: see `Variant`; None: as many as the tile has registers for.
         num_stages: pages in flight a block, at most.
         use_pdl: start before the kernels ahead have ended; reads nothing until then.
     """
@@ -753,15 +862,17 @@ def indexer_scores_cute(
     )
     if not scores_BST.numel():
         return scores_BST
+    num_rows = rows_of_tile(num_queries, num_heads)
     variant = Variant(
         key_dtype=q_BSHD.dtype,
         num_heads=num_heads,
-        num_rows=rows_of_tile(num_queries, num_heads),
+        num_rows=num_rows,
         weight_dtype=weights_BSH.dtype,
         length_dtype=lengths_BS.dtype,
         table_dtype=None if block_table is None else block_table.dtype,
         start_dtype=None if starts_BS is None else starts_BS.dtype,
         has_mask=key_mask is not None,
+        num_groups=num_groups or groups_of_tile(num_rows, num_heads),
         num_stages=num_stages,
         use_pdl=use_pdl,
     )
@@ -785,10 +896,18 @@ def indexer_scores_cute(
 
 
 def rows_of_tile(num_queries: int, num_heads: int) -> int:
-    """Query rows of a tile: few wide tiles, alike where the rows are few."""
+    """Query rows of a tile: as many as fit share a key's only read, more are dealt out alike."""
     most = min(MAX_ROWS, MAX_COLUMNS // num_heads)
+    if num_queries > most and MAX_GROUPS > 2:
+        # Rows of a third warpgroup's tile count for more than a wider tile does.
+        most = min(MAX_ROWS, MAX_COLUMNS_OF_3_GROUPS // num_heads)
     num_tiles = -(-num_queries // most)
     return -(-num_queries // num_tiles) if num_tiles <= MAX_ROWS else most
+
+
+def groups_of_tile(num_rows: int, num_heads: int) -> int:
+    """Warpgroups that score tiles of so many rows."""
+    return MAX_GROUPS if num_rows * num_heads <= MAX_COLUMNS_OF_3_GROUPS else 2
 
 
 def _aligned(tensor: torch.Tensor) -> torch.Tensor:

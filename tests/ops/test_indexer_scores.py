@@ -229,8 +229,9 @@ def test_positions_without_a_page_score_minus_infinity() -> None:
     case.block_table[1, 1] = -1
     case.block_table = case.block_table[:, :2]
     got = call("paged", case)
-    assert torch.equal(got[0, :, :128], want[0, :, :128])
-    assert torch.equal(got[1, :, :64], want[1, :, :64])
+    # The CPU's products of other shapes are summed in another order.
+    torch.testing.assert_close(got[0, :, :128], want[0, :, :128], rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(got[1, :, :64], want[1, :, :64], rtol=1e-5, atol=1e-5)
     assert (got[1, :, 64:] == -math.inf).all() and (got[0, :, 128:] == -math.inf).all()
 
 

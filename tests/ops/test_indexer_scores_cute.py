@@ -279,14 +279,15 @@ def test_contiguous_keys_beyond_32_bits() -> None:
 
 
 @pytest.mark.gpu
-def test_goes_first_for_plain_paged_calls(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("kind", KINDS)
+def test_goes_first(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
     def run(*_args: Any) -> torch.Tensor:
         raise AssertionError("another backend ran")
 
-    for name in ("_PAGED_TRITON", "_PAGED_REFERENCE"):
+    for name in ("_TRITON", "_REFERENCE", "_PAGED_TRITON", "_PAGED_REFERENCE"):
         other = dataclasses.replace(getattr(op_module, name), run=run)
         monkeypatch.setattr(op_module, name, other)
-    call("fp8", make_cute_case())
+    call(kind, make_cute_case())
 
 
 @pytest.mark.gpu
@@ -395,37 +396,35 @@ def test_launch_hands_over_what_the_caller_gave(
 
 def test_goes_first_only_where_it_was_measured() -> None:
     case = make_case(torch.bfloat16)
-    mask = torch.ones(1, dtype=torch.bool)
-    plain = (case.q_BSHD, case.weights_BSH, case.block_table, case.lengths_BS, None, None)
-
-    def first(*changes: tuple[int, Any]) -> str:
-        arguments = list(plain)
-        for at, value in changes:
-            arguments[at] = value
-        return op_module._paged_backends(*arguments)[0].name
-
-    assert first() == first((0, fp8_quant(case.q_BSHD)[0])) == "cute"
-    for change in (
-        (0, case.q_BSHD.half()),
-        (1, case.weights_BSH.bfloat16()),
-        (2, case.block_table.long()),
-        (3, case.lengths_BS.long()),
-        (4, case.lengths_BS),
-        (5, mask),
+    for dtype, first in (
+        (torch.float8_e4m3fn, "cute"),
+        (torch.bfloat16, "cute"),
+        (torch.float16, "triton"),
+        (torch.float32, "triton"),
     ):
-        assert first(change) == "triton"
+        q = case.q_BSHD.to(dtype)
+        assert op_module._paged_backends(q)[0].name == op_module._backends(q)[0].name == first
 
 
+@pytest.mark.parametrize("max_groups", [2, 3])
 @pytest.mark.parametrize("num_heads", [16, 32, 64])
-def test_tiles_are_full_or_alike(num_heads: int) -> None:
+def test_tiles_are_full_or_alike(
+    num_heads: int, max_groups: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
     pytest.importorskip("cutlass")
-    from glm_compile.ops.indexer_scores.cute_kernel import rows_of_tile
+    from glm_compile.ops.indexer_scores import cute_kernel
 
-    most = min(8, 256 // num_heads)
+    monkeypatch.setattr(cute_kernel, "MAX_GROUPS", max_groups)
+    one_tile = min(8, 256 // num_heads)
     for num_queries in range(1, 200):
-        rows = rows_of_tile(num_queries, num_heads)
+        rows = cute_kernel.rows_of_tile(num_queries, num_heads)
+        most = one_tile
+        if num_queries > one_tile and max_groups == 3:
+            most = min(8, 192 // num_heads)
         assert 1 <= rows <= most
         assert -(-num_queries // rows) == -(-num_queries // most)
+        groups = cute_kernel.groups_of_tile(rows, num_heads)
+        assert groups == (max_groups if rows * num_heads <= 192 else 2)
 
 
 def variants() -> dict[str, Any]:
@@ -437,11 +436,14 @@ def variants() -> dict[str, Any]:
     return {
         "fp8": fp8,
         "fp8, one row": dataclasses.replace(fp8, num_rows=1),
-        "fp8, prefill": dataclasses.replace(fp8, num_rows=8),
+        "fp8, three groups": dataclasses.replace(fp8, num_groups=3),
+        "fp8, one row, three groups": dataclasses.replace(fp8, num_rows=1, num_groups=3),
+        "fp8, 8 rows": dataclasses.replace(fp8, num_rows=8),
         "fp8, everything": dataclasses.replace(
-            fp8, num_rows=8, has_mask=True, start_dtype=torch.int64, length_dtype=torch.int64
+            fp8, num_groups=3, has_mask=True, start_dtype=torch.int64, length_dtype=torch.int64
         ),
         "bf16": exact,
+        "bf16, three groups": dataclasses.replace(exact, num_groups=3),
         "bf16, prefill": dataclasses.replace(exact, num_rows=8),
         "bf16, contiguous": dataclasses.replace(
             exact, table_dtype=None, weight_dtype=torch.bfloat16, has_mask=True
@@ -466,9 +468,12 @@ def compiled(variant: Any, folder: Path) -> CompiledKernel:
     [
         "fp8",
         "fp8, one row",
-        "fp8, prefill",
+        "fp8, three groups",
+        "fp8, one row, three groups",
+        "fp8, 8 rows",
         "fp8, everything",
         "bf16",
+        "bf16, three groups",
         "bf16, prefill",
         "bf16, contiguous",
         "fp16, 64 heads",
@@ -483,5 +488,4 @@ def test_compiles_without_spills(name: str, tmp_path: Path) -> None:
     operation = kind.get(variant.key_dtype, r"k16\.f32\.f16\.f16")
     products = re.findall(rf"wgmma\.mma_async\.sync\.aligned\.m64n(\d+){operation}", kernel.ptx)
     assert products == [str(variant.num_columns)] * (4 if variant.is_fp8 else 8)
-    num_relus = kernel.ptx.count("max.NaN.f32")
-    assert num_relus == variant.num_rows * variant.num_heads // 2
+    assert kernel.ptx.count("max.NaN.f32") == variant.num_rows * variant.num_heads // 2
