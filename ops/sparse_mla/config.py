@@ -12,8 +12,8 @@ CUTE_PAGE = 64
 # Tokens that a block of the decode kernel takes at once, in two halves.
 PAIR_TOKENS = 128
 
-# Rows from which a block takes a row at a time, and further rows after it.
-CUTE_PREFILL_ROWS = 128
+# Rows from which blocks take whole rows, one after another: more than a block a multiprocessor.
+CUTE_PREFILL_ROWS = 133
 
 # (rows up to which it holds, blocks of the cluster that shares a row). The largest cluster of which
 # all rows' are on the device at once: an H200 has 7 groups of at least 16 multiprocessors, and a
