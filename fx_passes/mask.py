@@ -349,6 +349,10 @@ class _Prover:
             return None
         if not all(isinstance(size, int) for size in shape):
             return None
+        order = self.writes.order
+        for node in self.evaluator.used(selection):
+            if self.writes.writer_between(node, order[node], order[consumer.node]):
+                return None
         options = {"dtype": dtype_of(selection), "device": example_value(selection).device}
         ends = (value.const, value.const + shape[2])
         row = insert_call(self.graph, torch.arange, ends, consumer.node, **options)

@@ -206,7 +206,8 @@ def _allowed(build: Builder, call: _Call, batch: Any, tokens: Any) -> fx.Node:
         mask = call.key_mask
         for _ in range(3 - len(layouts.shape_of(mask))):
             mask = build.call(aten.unsqueeze.default, mask, 0)
-        mask = build.call(aten.expand.default, mask, [batch, tokens, -1])
+        width = num_keys if layouts.is_same(layouts.shape_of(mask)[-1], 1) else -1
+        mask = build.call(aten.expand.default, mask, [batch, tokens, width])
         is_everything = steps == (0, 1) and layouts.is_same(
             layouts.shape_of(selection)[-1], layouts.shape_of(call.k)[2]
         )

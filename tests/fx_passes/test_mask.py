@@ -642,6 +642,34 @@ def test_shared_layer_whose_selection_is_an_input() -> None:
     assert lengths is not None and starts is key_mask is None
 
 
+@pytest.mark.parametrize("is_written", [False, True])
+def test_a_selection_that_counts_up_is_made_beside_its_attention(is_written: bool) -> None:
+    """Unless it was written to on the way: then only its values say what it holds."""
+    model = small_model()
+    layer, rotary = model.model.layers[1], model.model.rotary_emb
+    recorder = Recorder()
+
+    def step(hidden: torch.Tensor) -> torch.Tensor:
+        rows = torch.arange(3, 11, dtype=torch.int32)
+        if is_written:
+            rows[0] = 0
+        positions = torch.arange(26)[None]
+        return layer(
+            hidden,
+            attention_mask=causal_mask(torch.zeros(2, dtype=torch.int32), 26, 26, torch.bool),
+            position_ids=positions,
+            position_embeddings=rotary(hidden, position_ids=positions),
+            prev_topk_indices=rows.expand(2, 26, 8),
+        )[0]
+
+    hidden = torch.randn(2, 26, 128)
+    found = torch.compile(step, backend=recorder, fullgraph=True)(hidden)
+    assert torch.equal(found, step(hidden))
+    (attention,) = calls(recorder.graphs[0], GLM.indexed_attention.default)
+    path = str(attention.args[3].meta.get("nn_module_stack", ""))
+    assert ("GlmMoeDsaAttention" in path) is not is_written
+
+
 def test_declined_consumer_keeps_the_mask_and_gets_valid_positions() -> None:
     """One attention call shows its weights: it keeps mask and scatter, the rest is rewritten."""
     model = small_model("eager")

@@ -174,6 +174,7 @@ def bounded(cache: str, batch: int = 2, tokens: int = 6) -> Inputs:
         (True, False, (2, 1, T + 3)),
         (True, True, (1, 6, T)),
         (True, False, (T,)),
+        (True, False, (2, 6, 1)),
         (False, False, (2, 6, T)),
     ],
 )
