@@ -245,6 +245,31 @@ def test_launch_hands_over_what_the_caller_gave(kind: str, monkeypatch: pytest.M
     assert_close(call(kind, case, "cute"), case, oracle(case))
 
 
+@pytest.mark.parametrize(("num_rows", "wanted"), [(1, "few"), (132, "few"), (133, "many")])
+def test_many_rows_have_a_kernel_of_their_own(
+    num_rows: int, wanted: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pytest.importorskip("cutlass")
+    from glm_compile.ops.sparse_mla import cute_decode, cute_prefill
+
+    ran = []
+
+    def stand_in(name: str) -> Any:
+        def run(q: torch.Tensor, *args: Any) -> torch.Tensor:
+            ran.append(name)
+            return q[..., :512].contiguous()
+
+        return run
+
+    monkeypatch.setattr(op_module, "why_no_cute", lambda *tensors: None)
+    monkeypatch.setattr(cute_decode, "sparse_mla_decode_cute", stand_in("few"))
+    monkeypatch.setattr(cute_prefill, "sparse_mla_prefill_cute", stand_in("many"))
+    q = torch.zeros(num_rows, 8, 576, dtype=torch.bfloat16)
+    pages = torch.zeros(2, 64, 576, dtype=torch.bfloat16)
+    sparse_mla(q, pages, torch.zeros(num_rows, 4, dtype=torch.int32), SCALE)
+    assert ran == [wanted]
+
+
 def test_clusters_are_no_larger_than_the_tokens_need() -> None:
     sizes = [size for _, size in CUTE_CLUSTERS]
     assert sizes == sorted(sizes, reverse=True)
