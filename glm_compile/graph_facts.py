@@ -21,6 +21,7 @@ _MODEL_CLASSES = "GlmMoeDsa"
 _INDEXER_CLASS = "GlmMoeDsaIndexer"
 _ATTENTION_CLASS = "GlmMoeDsaAttention"
 _EXPERTS_CLASS = "GlmMoeDsaExperts"
+_ROUTER_CLASS = "GlmMoeDsaTopkRouter"
 _VIEWS = ("view", "reshape", "flatten", "unsqueeze", "squeeze", "contiguous")
 # Attention over latents reads its weight, and its linear goes.
 _EXPANSION = "kv_b_proj"
@@ -38,6 +39,7 @@ class LinearFacts:
         source: what it reads, before casts and views.
         has_bias: whether a bias is added.
         is_dense: whether the weight's rows lie side by side.
+        is_router: whether a router calls it.
     """
 
     name: str
@@ -46,6 +48,7 @@ class LinearFacts:
     source: str
     has_bias: bool
     is_dense: bool
+    is_router: bool = False
 
     @property
     def is_mergeable(self) -> bool:
@@ -72,6 +75,7 @@ class GraphFacts:
         num_layers: calls of decoder layers.
         num_indexers: calls of indexers.
         num_attentions: calls of attention.
+        num_routers: calls of routers.
         num_experts: calls of modules of routed experts.
         linears: the calls of linears over a parameter.
         linear_norms: for each norm of a linear's output that only linears read, these.
@@ -83,6 +87,7 @@ class GraphFacts:
     num_layers: int
     num_indexers: int
     num_attentions: int
+    num_routers: int
     num_experts: int
     linears: tuple[LinearFacts, ...]
     linear_norms: tuple[tuple[LinearFacts, ...], ...]
@@ -105,7 +110,12 @@ class GraphFacts:
     def expected(self, disabled: frozenset[str]) -> dict[str, int]:
         """Regions that the passes must find, by report key."""
         has_expansions = "sparse_mla" in disabled or not self.num_attentions
-        linears = [linear for linear in self.linears if has_expansions or not linear.is_expansion]
+        has_routers = "moe_router" in disabled
+        linears = [
+            linear
+            for linear in self.linears
+            if (has_expansions or not linear.is_expansion) and (has_routers or not linear.is_router)
+        ]
         groups = _groups(linears) if "merge_linears" not in disabled else []
         grouped = {id(linear) for group in groups for linear in group}
         is_bf16 = [linear for linear in linears if linear.is_bf16 and id(linear) not in grouped]
@@ -122,6 +132,7 @@ class GraphFacts:
             "merge_linears": len(groups),
             "bf16_linear": len(is_bf16),
             "rms_norm_linear": len(norms),
+            "moe_router": self.num_routers,
             "moe_experts": self.num_experts,
         }
         return {name: counts[name] for name in PASS_NAMES if name not in disabled}
@@ -140,7 +151,7 @@ def read_facts(graph_module: fx.GraphModule) -> GraphFacts:
     """Read from a Dynamo graph what it holds of the model, before it is edited."""
     classes: dict[str, None] = {}
     calls: dict[str, set[str]] = {
-        name: set() for name in (_INDEXER_CLASS, _ATTENTION_CLASS, _EXPERTS_CLASS)
+        name: set() for name in (_INDEXER_CLASS, _ATTENTION_CLASS, _ROUTER_CLASS, _EXPERTS_CLASS)
     }
     layers: set[str] = set()
     linears = []
@@ -178,6 +189,7 @@ def read_facts(graph_module: fx.GraphModule) -> GraphFacts:
         len(layers),
         len(calls[_INDEXER_CLASS]),
         len(calls[_ATTENTION_CLASS]),
+        len(calls[_ROUTER_CLASS]),
         len(calls[_EXPERTS_CLASS]),
         tuple(linears),
         tuple(norms.values()),
@@ -213,6 +225,7 @@ def _read_linear(node: fx.Node) -> LinearFacts | None:
         _read_from(source, _VIEWS + _CASTS).name,
         bias is not None,
         value.is_contiguous(),
+        (_innermost_module(node) or ("", ""))[1] == _ROUTER_CLASS,
     )
 
 

@@ -21,6 +21,7 @@ PASS_NAMES = (
     "merge_linears",
     "bf16_linear",
     "rms_norm_linear",
+    "moe_router",
     "moe_experts",
 )
 NEEDS_MASK = ("indexer_prologue", "indexer_topk", "sparse_mla")

@@ -52,7 +52,7 @@ logger = logging.getLogger(__name__)
 
 _WARNED: set[str] = set()
 # Passes over the whole Dynamo graph, ahead of the split into kinds.
-_DYNAMO_PASSES = frozenset(("mask", "moe_experts"))
+_DYNAMO_PASSES = frozenset(("mask", "moe_router", "moe_experts"))
 
 
 def compile_graph(
@@ -165,18 +165,22 @@ class _Job:
         _warn_once(message)
 
     def rewrite_dynamo_graph(self, graph_module: fx.GraphModule) -> None:
-        """Mark attention calls and replace the mask by what it means; then the routed experts."""
+        """Mark attention calls and replace the mask by what it means; then routers and experts."""
         if "mask" not in self.disabled and self.facts.holds_layers:
             self.rewrite_mask(graph_module)
-        if "moe_experts" not in self.disabled and self.facts.num_experts:
-            from glm_compile.fx_passes.moe_experts import moe_experts
+        if not self.facts.num_routers and not self.facts.num_experts:
+            return
+        from glm_compile.fx_passes.moe_experts import moe_experts
+        from glm_compile.fx_passes.moe_router import moe_router
 
-            before = graph_text(graph_module)
-            result = moe_experts(graph_module)
-            after = graph_text(graph_module)
-            self.report.graphs.append(GraphDump("model", "moe_experts", before, after))
-            self.report.matches["moe_experts"] = result.num_matches
-            self.report.add_declined("moe_experts", result.declined)
+        text = graph_text(graph_module)
+        for name, rewrite in (("moe_router", moe_router), ("moe_experts", moe_experts)):
+            if name not in self.disabled:
+                before, result = text, rewrite(graph_module)
+                text = graph_text(graph_module)
+                self.report.graphs.append(GraphDump("model", name, before, text))
+                self.report.matches[name] = result.num_matches
+                self.report.add_declined(name, result.declined)
 
     def rewrite_mask(self, graph_module: fx.GraphModule) -> None:
         """Mark attention calls and replace the mask by what it means."""

@@ -60,6 +60,7 @@ def expected_of(model) -> dict[str, int]:
         "bf16_linear": is_bf16 * (2 * num_layers + (num_layers - num_full) + 1),
         # q_a_layernorm of each layer
         "rms_norm_linear": is_bf16 * num_layers,
+        "moe_router": config.mlp_layer_types.count("sparse"),
         "moe_experts": config.mlp_layer_types.count("sparse"),
     }
 
@@ -87,6 +88,7 @@ def test_compiled_step_equals_the_eager_model(
         "glm.topk_select",
         "glm.indexer_prologue",
         "glm.merged_linear",
+        "glm.moe_router",
         "glm.moe_experts",
         attended,
     ):
