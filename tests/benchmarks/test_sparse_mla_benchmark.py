@@ -2,8 +2,9 @@
 
     pytest tests/benchmarks/test_sparse_mla_benchmark.py --benchmark-enable
 
-A table ends the run: microseconds, times plain torch's (gather, matmul, softmax, matmul), and how much of the byte floor is reached. The floor counts every selected token once: rows
-select at random, so few rows share hardly any, and many rows all there are.
+A table ends the run: microseconds, times plain torch's (gather, matmul, softmax, matmul), and how
+much of the byte floor is reached. The floor counts every selected token once: rows select at
+random, so few rows share hardly any, and many rows all there are.
 """
 
 from __future__ import annotations
