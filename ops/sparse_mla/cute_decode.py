@@ -4,7 +4,8 @@ A block gathers its tokens with `cp.async` into swizzled shared memory, 64 at a 
 and uses them twice: as keys (64 heads x 576 x 64 tokens by one warpgroup, each half another one)
 and, read the other way, as values (64 heads x 64 tokens x 512, each warpgroup 256 columns). The
 probabilities lie where the half's rotated parts were, which only the keys need. The maximum that
-they are taken against rises only when it is passed by far, so sums are seldom rescaled.
+they are taken against rises only when it is passed by far, so sums are seldom rescaled. Both
+products are wgmma, which other architectures do not have: they take the Triton kernel.
 
 At the end the blocks of a cluster tell each other their maxima and sums; each scales its part of
 the result, rounds it to bf16 and stores in every peer the columns that are this peer's to add up,
