@@ -1,7 +1,7 @@
 """Remaining linears with bf16 weights, as `glm.bf16_linear`.
 
-Targets every `nn.Linear` of the model in bf16 that `merge_linears` has left: o_proj, down_proj,
-kv_b_proj, lm_head, a lone q_b_proj. Exact tier (fp32 accumulation, one rounding):
+Targets every `nn.Linear` of the model in bf16 that `sparse_mla` and `merge_linears` have left:
+o_proj, down_proj, lm_head, a lone q_b_proj. Exact tier (fp32 accumulation, one rounding):
 
     mm(x, W^T) or addmm(b, x, W^T) -> glm.bf16_linear(x, W, b)
 
