@@ -103,6 +103,11 @@ def store_shared(address: Int32, value: Int32) -> None:
     inline_ptx("st.shared.b32 [{$r0}], {$r1};", read_only_args=[address, value])
 
 
+def store_shared_float(address: Int32, value: Float32) -> None:
+    """Store one float in this block's shared memory."""
+    inline_ptx("st.shared.f32 [{$r0}], {$r1};", read_only_args=[address, value])
+
+
 @cute.jit
 def clamp_index(value, limit) -> Int32:
     """A 32- or 64-bit index within 0 and `limit`, compared before it is cut to 32 bits."""

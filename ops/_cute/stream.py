@@ -52,6 +52,16 @@ def load_global_16_bytes(address: Int64, is_wanted: Int32) -> tuple[Int32, Int32
     )
 
 
+def load_global_word(address: Int64, is_wanted: Int32) -> Int32:
+    """One aligned word of global memory, or zero where it is not wanted."""
+    return inline_ptx(
+        "{\n.reg .pred wanted;\nsetp.ne.s32 wanted, {$r1}, 0;\nmov.b32 {$w0}, 0;\n"
+        "@wanted ld.global.b32 {$w0}, [{$r0}];\n}",
+        write_only_types=[Int32],
+        read_only_args=[address, is_wanted],
+    )
+
+
 def load_peer_float(address: Int32, rank: Int32) -> Float32:
     """A float at the same place in the shared memory of block `rank` of the cluster."""
     return inline_ptx(

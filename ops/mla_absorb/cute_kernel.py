@@ -35,8 +35,18 @@ from cutlass.cute.runtime import make_fake_tensor
 from cutlass.memory import SmemAllocator
 
 from glm_compile.ops._cute import arch_of, compile_kernel
-from glm_compile.ops._cute.device import WARP, load_shared_v4, shared_address
-from glm_compile.ops._cute.stream import load_global_16_bytes, mma_bf16, pack_bf16
+from glm_compile.ops._cute.device import (
+    WARP,
+    load_shared_v4,
+    shared_address,
+    store_shared_float,
+)
+from glm_compile.ops._cute.stream import (
+    load_global_16_bytes,
+    load_global_word,
+    mma_bf16,
+    pack_bf16,
+)
 from glm_compile.ops.mla_absorb.config import (
     LINE,
     QUERY_ROWS,
@@ -256,7 +266,7 @@ class MlaAbsorbKernel:
                     x.iterator.toint() + (offset + Int64(warp * QUERY_ROWS + lane % 4 * 2)) * 2
                 )
                 for half in cutlass.range_constexpr(QUERY_ROWS // 8):
-                    words.append(_load_word(address + half * 16, wanted))
+                    words.append(load_global_word(address + half * 16, wanted))
             else:
                 address = x.iterator.toint() + (offset + Int64(warp * LINE + lane % 4 * 8)) * 2
                 for half in cutlass.range_constexpr(2):
@@ -343,7 +353,7 @@ class MlaAbsorbKernel:
                 for i in range(4):
                     row = lane % 4 * 2 + (n * _ROWS + i % 2)
                     feature = self._row_of_lane(lane) + (tile * 16 + i // 2 * 8)
-                    _store_float(part + self._sum_offset(row, feature), total[tile][n][i])
+                    store_shared_float(part + self._sum_offset(row, feature), total[tile][n][i])
 
 
 def _load_turned(address: Int32) -> tuple:
@@ -352,16 +362,6 @@ def _load_turned(address: Int32) -> tuple:
         "ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16 {{$w0}, {$w1}, {$w2}, {$w3}}, [{$r0}];",
         write_only_types=[Int32] * 4,
         read_only_args=[address],
-    )
-
-
-def _load_word(address: Int64, is_wanted: Int32) -> Int32:
-    """A word of global memory, or zero where it is not wanted."""
-    return inline_ptx(
-        "{\n.reg .pred wanted;\nsetp.ne.s32 wanted, {$r1}, 0;\nmov.b32 {$w0}, 0;\n"
-        "@wanted ld.global.b32 {$w0}, [{$r0}];\n}",
-        write_only_types=[Int32],
-        read_only_args=[address, is_wanted],
     )
 
 
@@ -395,10 +395,6 @@ def _load_floats(address: Int32) -> tuple[Float32, Float32]:
         write_only_types=[Float32, Float32],
         read_only_args=[address],
     )
-
-
-def _store_float(address: Int32, value: Float32) -> None:
-    inline_ptx("st.shared.f32 [{$r0}], {$r1};", read_only_args=[address, value])
 
 
 def compile_variant(variant: Variant, arch: str, options: str = "") -> Any:

@@ -43,8 +43,14 @@ from cutlass.tensor_utils import LayoutEnum
 from cutlass.utils import hopper_helpers as hopper
 
 from glm_compile.ops._cute import arch_of, compile_kernel
-from glm_compile.ops._cute.device import WARP, load_shared_v4, shared_address, store_shared
-from glm_compile.ops._cute.stream import pack_bf16
+from glm_compile.ops._cute.device import (
+    WARP,
+    load_shared_v4,
+    shared_address,
+    store_shared,
+    store_shared_float,
+)
+from glm_compile.ops._cute.stream import load_global_word, pack_bf16
 from glm_compile.ops._dispatch import num_multiprocessors
 
 MAX_HEADS = 64
@@ -109,8 +115,8 @@ class SparseMlaPrefillKernel:
         self.shared_lines = _NUM_LINES - v.register_lines
         self.query_bytes = MAX_HEADS * self.shared_lines * 128
         # Bytes of a line of P: as wide as the tile's width allows.
-        self.chance_line = next(width for width in (128, 64, 32) if v.tile * 2 % width == 0)
-        self.chance_bytes = MAX_HEADS * v.tile * 2
+        self.prob_line = next(width for width in (128, 64, 32) if v.tile * 2 % width == 0)
+        self.prob_bytes = MAX_HEADS * v.tile * 2
         self.tokens_per_warp = v.tile // _GROUP_WARPS
         self.num_rounds = self.tokens_per_warp // 4
         # Factors of the sums, then of the output, a float a head each; then whether it is the last.
@@ -119,7 +125,7 @@ class SparseMlaPrefillKernel:
         self.shared_bytes = (
             v.num_stages * (self.stage_bytes + _GROUP_WARPS * 4)
             + self.query_bytes
-            + _NUM_HANDOVERS * (self.chance_bytes + self.handover_bytes)
+            + _NUM_HANDOVERS * (self.prob_bytes + self.handover_bytes)
             + self.num_barriers * 8
         )
 
@@ -158,7 +164,7 @@ class SparseMlaPrefillKernel:
         query_layout = hopper.make_smem_layout_a(
             row_major, (MAX_HEADS, v.tile, self.shared_lines * _LINE), BFloat16, 1
         )
-        chance_layout = hopper.make_smem_layout_a(
+        prob_layout = hopper.make_smem_layout_a(
             row_major, (MAX_HEADS, _HALF, v.tile), BFloat16, _NUM_HANDOVERS
         )
         query_tensor = cute.make_tensor(q.iterator, cute.select(q.layout, mode=[1, 2, 0]))
@@ -174,7 +180,7 @@ class SparseMlaPrefillKernel:
             sum_mma,
             key_layout,
             query_layout,
-            chance_layout,
+            prob_layout,
             query_atom,
             query_coords,
             q,
@@ -200,7 +206,7 @@ class SparseMlaPrefillKernel:
         sum_mma: cute.TiledMma,
         key_layout: cute.ComposedLayout,
         query_layout: cute.ComposedLayout,
-        chance_layout: cute.ComposedLayout,
+        prob_layout: cute.ComposedLayout,
         query_atom: cute.CopyAtom,
         query_coords: cute.Tensor,
         q: cute.Tensor,
@@ -220,8 +226,8 @@ class SparseMlaPrefillKernel:
         queries = allocator.allocate_tensor(
             BFloat16, query_layout.outer, 1024, swizzle=query_layout.inner
         )
-        chances = allocator.allocate_tensor(
-            BFloat16, chance_layout.outer, 1024, swizzle=chance_layout.inner
+        probs = allocator.allocate_tensor(
+            BFloat16, prob_layout.outer, 1024, swizzle=prob_layout.inner
         )
         handovers = allocator.allocate_tensor(
             Int32, cute.make_layout(_NUM_HANDOVERS * self.handover_bytes // 4), 16
@@ -232,8 +238,8 @@ class SparseMlaPrefillKernel:
         ).iterator
         is_full = barriers
         is_empty = is_full + v.num_stages
-        has_chances = is_empty + v.num_stages
-        is_handed_over = has_chances + _NUM_HANDOVERS
+        has_probs = is_empty + v.num_stages
+        is_handed_over = has_probs + _NUM_HANDOVERS
         has_query = is_handed_over + _NUM_HANDOVERS
         is_query_free = has_query + 1
         if warp == 0:
@@ -244,14 +250,14 @@ class SparseMlaPrefillKernel:
                 cute.arch.mbarrier_init(is_full + stage, _GROUP + _GROUP_WARPS)
                 cute.arch.mbarrier_init(is_empty + stage, 2 * _GROUP_WARPS)
             for i in cutlass.range_constexpr(_NUM_HANDOVERS):
-                cute.arch.mbarrier_init(has_chances + i, _GROUP_WARPS)
+                cute.arch.mbarrier_init(has_probs + i, _GROUP_WARPS)
                 cute.arch.mbarrier_init(is_handed_over + i, 2 * _GROUP_WARPS)
             cute.arch.mbarrier_init(has_query, 1)
             cute.arch.mbarrier_init(is_query_free, _GROUP_WARPS)
             cute.arch.mbarrier_init_fence()
         cute.arch.sync_threads()
-        shared = (ring, queries, chances, handovers, flags)
-        signals = (is_full, is_empty, has_chances, is_handed_over, has_query, is_query_free)
+        shared = (ring, queries, probs, handovers, flags)
+        signals = (is_full, is_empty, has_probs, is_handed_over, has_query, is_query_free)
         group = warp // _GROUP_WARPS
         if group == 0:
             cute.arch.setmaxregister_decrease(self.scorer_registers)
@@ -446,13 +452,13 @@ class SparseMlaPrefillKernel:
                 + Int64(column)
             )
             for i in cutlass.range_constexpr(self.v.register_lines * _LINE // 8):
-                words[half + 2 * i] = _load_word(address + i * 16, wanted)
+                words[half + 2 * i] = load_global_word(address + i * 16, wanted)
 
     @cute.jit
     def _score(self, shared_mma, register_mma, q, scale, shared, signals) -> None:
         v = self.v
-        ring, queries, chances, handovers, flags = shared
-        is_full, _, has_chances, is_handed_over, has_query, is_query_free = signals
+        ring, queries, probs, handovers, flags = shared
+        is_full, _, has_probs, is_handed_over, has_query, is_query_free = signals
         tid, _, _ = cute.arch.thread_idx()
         block, _, _ = cute.arch.block_idx()
         num_blocks, _, _ = cute.arch.grid_dim()
@@ -472,9 +478,9 @@ class SparseMlaPrefillKernel:
         # This lane's first row of a block of heads, and its first column.
         head = warp * 16 + lane // 4
         column = lane % 4 * 2
-        chance_address = shared_address(chances.iterator) + head * self.chance_line + column * 2
+        prob_address = shared_address(probs.iterator) + head * self.prob_line + column * 2
         # Lines are swizzled by 16 bytes, with what follows the 128 bytes of the address.
-        chance_swizzle = head * self.chance_line // 128 % (self.chance_line // 16)
+        prob_swizzle = head * self.prob_line // 128 % (self.prob_line // 16)
         handover_address = shared_address(handovers.iterator)
         flag_address = shared_address(flags.iterator)
         all_count = (1 << self.tokens_per_warp) - 1
@@ -536,41 +542,41 @@ class SparseMlaPrefillKernel:
                 tile_top1 = _top(products, 1, v.tile)
                 top0, top_used0, factor0 = _follow(top0, tile_top0 * scale)
                 top1, top_used1, factor1 = _follow(top1, tile_top1 * scale)
-                chance_words0 = []
-                chance_words1 = []
+                prob_words0 = []
+                prob_words1 = []
                 tile_sum0 = Float32(0.0)
                 tile_sum1 = Float32(0.0)
                 for i in cutlass.range_constexpr(v.tile // 8):
                     first = _exp2(products[4 * i] * scale - top_used0)
                     second = _exp2(products[4 * i + 1] * scale - top_used0)
                     tile_sum0 += first + second
-                    chance_words0.append(pack_bf16(first, second))
+                    prob_words0.append(pack_bf16(first, second))
                     first = _exp2(products[4 * i + 2] * scale - top_used1)
                     second = _exp2(products[4 * i + 3] * scale - top_used1)
                     tile_sum1 += first + second
-                    chance_words1.append(pack_bf16(first, second))
+                    prob_words1.append(pack_bf16(first, second))
                 sum0 = sum0 * factor0 + tile_sum0
                 sum1 = sum1 * factor1 + tile_sum1
 
                 cute.arch.mbarrier_wait(is_handed_over + give, give_phase)
-                to = chance_address + give * self.chance_bytes
-                units = self.chance_line // 16
+                to = prob_address + give * self.prob_bytes
+                units = self.prob_line // 16
                 for i in cutlass.range_constexpr(v.tile // 8):
-                    at = to + (chance_swizzle ^ (i % units)) * 16
-                    line = i // units * (MAX_HEADS * self.chance_line)
-                    store_shared(at + line, chance_words0[i])
-                    store_shared(at + (line + 8 * self.chance_line), chance_words1[i])
+                    at = to + (prob_swizzle ^ (i % units)) * 16
+                    line = i // units * (MAX_HEADS * self.prob_line)
+                    store_shared(at + line, prob_words0[i])
+                    store_shared(at + (line + 8 * self.prob_line), prob_words1[i])
                 cute.arch.fence_proxy("async.shared", space="cta")
                 to = handover_address + give * self.handover_bytes + head * 4
                 if lane % 4 == 0:
-                    _store_float(to, factor0)
-                    _store_float(to + 8 * 4, factor1)
+                    store_shared_float(to, factor0)
+                    store_shared_float(to + 8 * 4, factor1)
                 if is_last != 0:
                     total0 = _quad_sum(sum0)
                     total1 = _quad_sum(sum1)
                     if lane % 4 == 0:
-                        _store_float(to + MAX_HEADS * 4, _inverse(total0))
-                        _store_float(to + (MAX_HEADS + 8) * 4, _inverse(total1))
+                        store_shared_float(to + MAX_HEADS * 4, _inverse(total0))
+                        store_shared_float(to + (MAX_HEADS + 8) * 4, _inverse(total1))
                 if tid % WARP == 0:
                     # Every warp of the summers reads what its own counterpart wrote.
                     store_shared(
@@ -579,7 +585,7 @@ class SparseMlaPrefillKernel:
                     )
                 cute.arch.sync_warp()
                 with cute.arch.elect_one():
-                    cute.arch.mbarrier_arrive(has_chances + give)
+                    cute.arch.mbarrier_arrive(has_probs + give)
                 give += 1
                 if give == _NUM_HANDOVERS:
                     give = Int32(0)
@@ -607,8 +613,8 @@ class SparseMlaPrefillKernel:
     @cute.jit
     def _sum(self, sum_mma, output, half, shared, signals) -> None:
         v = self.v
-        ring, _, chances, handovers, _ = shared
-        is_full, is_empty, has_chances, is_handed_over, _, _ = signals
+        ring, _, probs, handovers, _ = shared
+        is_full, is_empty, has_probs, is_handed_over, _, _ = signals
         tid, _, _ = cute.arch.thread_idx()
         block, _, _ = cute.arch.block_idx()
         num_blocks, _, _ = cute.arch.grid_dim()
@@ -624,7 +630,7 @@ class SparseMlaPrefillKernel:
         part = sum_mma.get_slice(tid % _GROUP)
         value_part = sum_mma.make_fragment_B(part.partition_B(values))
         sums = cute.make_rmem_tensor(sum_mma.partition_shape_C((MAX_HEADS, _HALF)), Float32)
-        chance_part = sum_mma.make_fragment_A(part.partition_A(chances))
+        prob_part = sum_mma.make_fragment_A(part.partition_A(probs))
         head = warp * 16 + lane // 4
         handover_address = shared_address(handovers.iterator)
         sum_mma.set(warpgroup.Field.ACCUMULATE, True)
@@ -640,7 +646,7 @@ class SparseMlaPrefillKernel:
             factor1 = Float32(1.0)
             is_last = Int32(0)
             while is_last == 0:
-                cute.arch.mbarrier_wait(has_chances + take, take_phase)
+                cute.arch.mbarrier_wait(has_probs + take, take_phase)
                 source = handover_address + take * self.handover_bytes
                 at = source + head * 4
                 scale0 = _load_float(at)
@@ -663,7 +669,7 @@ class SparseMlaPrefillKernel:
                     cute.gemm(
                         sum_mma,
                         sums,
-                        chance_part[None, None, k, take],
+                        prob_part[None, None, k, take],
                         value_part[None, None, k, slot],
                         sums,
                     )
@@ -773,16 +779,6 @@ def _copy_16_bytes(to: Int32, source: Int64, num_bytes: Int32, prefetch_bytes: i
     )
 
 
-def _load_word(address: Int64, is_wanted: Int32) -> Int32:
-    """A word of global memory, or zero where it is not wanted."""
-    return inline_ptx(
-        "{\n.reg .pred wanted;\nsetp.ne.s32 wanted, {$r1}, 0;\nmov.b32 {$w0}, 0;\n"
-        "@wanted ld.global.b32 {$w0}, [{$r0}];\n}",
-        write_only_types=[Int32],
-        read_only_args=[address, is_wanted],
-    )
-
-
 def _load_integer(address: Int64, is_wanted: Int32, dtype: Any) -> Any:
     """An integer of global memory, or -1 where it is not wanted."""
     return inline_ptx(
@@ -813,10 +809,6 @@ def _load_int(address: Int32) -> Int32:
     return inline_ptx(
         "ld.shared.b32 {$w0}, [{$r0}];", write_only_types=[Int32], read_only_args=[address]
     )
-
-
-def _store_float(address: Int32, value: Float32) -> None:
-    inline_ptx("st.shared.f32 [{$r0}], {$r1};", read_only_args=[address, value])
 
 
 def compile_variant(variant: Variant, arch: str, options: str = "") -> Any:
