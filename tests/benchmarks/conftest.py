@@ -11,14 +11,14 @@ from __future__ import annotations
 import math
 import statistics
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import pytest
 import torch
 
-# Bytes a second read from device memory, measured on large copies; floors are stated against it.
-READ_BANDWIDTH = {"NVIDIA H200": 4.56e12}
+from glm_compile.bench import READ_BANDWIDTH
+
 CALLS_PER_GRAPH = 24
 REPLAYS = 50
 WARMUP_REPLAYS = 5
@@ -36,6 +36,26 @@ def cold_copies(bytes_each: int) -> int:
         return 1
     l2_bytes = torch.cuda.get_device_properties(0).L2_cache_size
     return max(1, math.ceil(3 * l2_bytes / bytes_each))
+
+
+def printed(
+    request: pytest.FixtureRequest, line: Callable[..., str]
+) -> Iterator[list[tuple[Any, ...]]]:
+    """Body of a fixture: a list of rows, printed at the end as `line(bandwidth, *row)` says.
+
+    Args:
+        request: the fixture's own.
+        line: gets the GPU's bytes a second, or None where that is not known.
+    """
+    rows: list[tuple[Any, ...]] = []
+    yield rows
+    if not rows:
+        return
+    reporter = request.config.pluginmanager.get_plugin("terminalreporter")
+    bandwidth = READ_BANDWIDTH.get(torch.cuda.get_device_name())
+    reporter.write_line("")
+    for row in rows:
+        reporter.write_line(line(bandwidth, *row))
 
 
 def time_replays(fn: Callable[..., Any], inputs: Sequence[tuple]) -> list[float]:

@@ -21,29 +21,25 @@ import torch.nn.functional as F
 from glm_compile.ops.bf16_linear import bf16_linear
 from glm_compile.ops.bf16_linear.tune import SHAPES
 from glm_compile.ops.rms_norm_linear import rms_norm_linear
-from tests.benchmarks.conftest import READ_BANDWIDTH, cold_copies, device, time_replays
+from tests.benchmarks.conftest import cold_copies, device, printed, time_replays
 
 RELEASE_SHAPES = [shape for of_size in SHAPES.values() for shape in of_size]
 # Without a GPU the benchmark only proves that it runs.
 SMALL_SHAPES = [(96, 128)]
 
 
+def _line(bandwidth: float | None, N: int, K: int, M: int, ours: float, library: float) -> str:
+    floor = f"{2 * N * K / bandwidth / ours:5.0%} of the floor" if bandwidth else ""
+    return (
+        f"{N:6} x {K:5} M={M:2}: {ours * 1e6:7.2f} us, library {library * 1e6:7.2f}, "
+        f"{library / ours:.2f}x, {floor}"
+    )
+
+
 @pytest.fixture(scope="module")
 def table(request: pytest.FixtureRequest) -> Iterator[list[tuple[Any, ...]]]:
     """Rows (N, K, M, our seconds, the library's) that are printed at the end."""
-    rows: list[tuple[Any, ...]] = []
-    yield rows
-    if not rows:
-        return
-    reporter = request.config.pluginmanager.get_plugin("terminalreporter")
-    bandwidth = READ_BANDWIDTH.get(torch.cuda.get_device_name())
-    reporter.write_line("")
-    for N, K, M, ours, library in rows:
-        floor = f"{2 * N * K / bandwidth / ours:5.0%} of the floor" if bandwidth else ""
-        reporter.write_line(
-            f"{N:6} x {K:5} M={M:2}: {ours * 1e6:7.2f} us, library {library * 1e6:7.2f}, "
-            f"{library / ours:.2f}x, {floor}"
-        )
+    yield from printed(request, _line)
 
 
 @pytest.mark.parametrize("N, K", RELEASE_SHAPES if device() == "cuda" else SMALL_SHAPES)

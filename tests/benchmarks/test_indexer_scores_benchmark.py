@@ -20,7 +20,7 @@ import torch
 
 from glm_compile.ops.fp8_quant import fp8_quant
 from glm_compile.ops.indexer_scores import indexer_scores, indexer_scores_paged
-from tests.benchmarks.conftest import READ_BANDWIDTH, cold_copies, device, time_replays
+from tests.benchmarks.conftest import cold_copies, device, printed, time_replays
 
 IS_GPU = device() == "cuda"
 LENGTHS = [2048, 8192, 32_768, 81_920, 131_072, 262_144, 1_048_576] if IS_GPU else [256, 1024]
@@ -50,23 +50,28 @@ def skip_oversized(num_rows: int, num_keys: int) -> None:
         pytest.skip("more rows than keys, or more than 1 GB of scores")
 
 
+def _line(
+    bandwidth: float | None,
+    kind: str,
+    num_rows: int,
+    num_keys: int,
+    num_bytes: float,
+    num_flops: float,
+    ours: float,
+    library: float | None,
+) -> str:
+    line = f"{kind:15} {num_rows:4} x {num_keys:7}: {ours * 1e6:8.2f} us"
+    if library is not None:
+        line += f", torch {library * 1e6:8.2f}, {library / ours:5.1f}x"
+    if bandwidth:
+        line += f", {num_bytes / bandwidth / ours:4.0%} of the floor"
+    return f"{line}, {num_flops / ours / 1e12:4.0f} TFLOP/s"
+
+
 @pytest.fixture(scope="module")
 def table(request: pytest.FixtureRequest) -> Iterator[list[tuple[Any, ...]]]:
-    """Rows (kind, R, T, bytes, flops, our seconds, torch's or None) that are printed at the end."""
-    rows: list[tuple[Any, ...]] = []
-    yield rows
-    if not rows:
-        return
-    reporter = request.config.pluginmanager.get_plugin("terminalreporter")
-    bandwidth = READ_BANDWIDTH.get(torch.cuda.get_device_name())
-    reporter.write_line("")
-    for kind, num_rows, num_keys, num_bytes, num_flops, ours, library in rows:
-        line = f"{kind:15} {num_rows:4} x {num_keys:7}: {ours * 1e6:8.2f} us"
-        if library is not None:
-            line += f", torch {library * 1e6:8.2f}, {library / ours:5.1f}x"
-        if bandwidth:
-            line += f", {num_bytes / bandwidth / ours:4.0%} of the floor"
-        reporter.write_line(f"{line}, {num_flops / ours / 1e12:4.0f} TFLOP/s")
+    """Rows (kind, R, T, bytes, flops, our seconds, torch's or None), printed at the end."""
+    yield from printed(request, _line)
 
 
 def note_times(

@@ -20,29 +20,34 @@ import pytest
 import torch
 
 from glm_compile.ops.mla_absorb import absorb_query, project_values
-from tests.benchmarks.conftest import READ_BANDWIDTH, cold_copies, device, time_replays
+from tests.benchmarks.conftest import cold_copies, device, printed, time_replays
 
 # Without a GPU the benchmark only proves that it runs.
 N, P, L, V = (192, 64, 512, 256) if device() == "cuda" else (24, 8, 32, 16)
 HEADS = (64, 32, 16, 8) if device() == "cuda" else (4,)
 
 
+def _line(
+    bandwidth: float | None,
+    product: str,
+    H: int,
+    R: int,
+    backend: str,
+    ours: float,
+    library: float,
+    num_bytes: int,
+) -> str:
+    floor = f"{num_bytes / bandwidth / ours:5.0%} of the floor" if bandwidth else ""
+    return (
+        f"{product:6} H={H:2} R={R:3} {backend:9}: {ours * 1e6:7.2f} us, "
+        f"library {library * 1e6:7.2f}, {library / ours:.2f}x, {floor}"
+    )
+
+
 @pytest.fixture(scope="module")
 def table(request: pytest.FixtureRequest) -> Iterator[list[tuple[Any, ...]]]:
     """Rows (product, H, R, backend, our seconds, the library's, bytes), printed at the end."""
-    rows: list[tuple[Any, ...]] = []
-    yield rows
-    if not rows:
-        return
-    reporter = request.config.pluginmanager.get_plugin("terminalreporter")
-    bandwidth = READ_BANDWIDTH.get(torch.cuda.get_device_name())
-    reporter.write_line("")
-    for product, H, R, backend, ours, library, num_bytes in rows:
-        floor = f"{num_bytes / bandwidth / ours:5.0%} of the floor" if bandwidth else ""
-        reporter.write_line(
-            f"{product:6} H={H:2} R={R:3} {backend:9}: {ours * 1e6:7.2f} us, "
-            f"library {library * 1e6:7.2f}, {library / ours:.2f}x, {floor}"
-        )
+    yield from printed(request, _line)
 
 
 @pytest.mark.parametrize("backend", [None, "triton", "reference"])

@@ -18,7 +18,7 @@ import pytest
 import torch
 
 from glm_compile.ops.topk import topk_plan, topk_select
-from tests.benchmarks.conftest import READ_BANDWIDTH, device, time_replays
+from tests.benchmarks.conftest import device, printed, time_replays
 from tests.ops import topk_oracle
 
 IS_GPU = device() == "cuda"
@@ -52,23 +52,26 @@ def torch_topk(scores: torch.Tensor, lengths: torch.Tensor, plan: torch.Tensor) 
     return scores.topk(K, dim=-1).indices.int()
 
 
+def _line(
+    bandwidth: float | None,
+    what: str,
+    num_rows: int,
+    num_keys: int,
+    ours: float,
+    library: float | None,
+) -> str:
+    line = f"{what:12} {num_rows:4} x {num_keys:7}: {ours * 1e6:7.2f} us"
+    if library is not None:
+        line += f", torch.topk {library * 1e6:8.2f}, {library / ours:5.2f}x"
+    if bandwidth:
+        line += f", {_bytes(num_rows, num_keys) / bandwidth / ours:4.0%} of the floor"
+    return line
+
+
 @pytest.fixture(scope="module")
 def table(request: pytest.FixtureRequest) -> Iterator[list[tuple[Any, ...]]]:
     """Rows (what, R, T, our seconds, torch's or None) that are printed at the end."""
-    rows: list[tuple[Any, ...]] = []
-    yield rows
-    if not rows:
-        return
-    reporter = request.config.pluginmanager.get_plugin("terminalreporter")
-    bandwidth = READ_BANDWIDTH.get(torch.cuda.get_device_name())
-    reporter.write_line("")
-    for what, num_rows, num_keys, ours, library in rows:
-        line = f"{what:12} {num_rows:4} x {num_keys:7}: {ours * 1e6:7.2f} us"
-        if library is not None:
-            line += f", torch.topk {library * 1e6:8.2f}, {library / ours:5.2f}x"
-        if bandwidth:
-            line += f", {_bytes(num_rows, num_keys) / bandwidth / ours:4.0%} of the floor"
-        reporter.write_line(line)
+    yield from printed(request, _line)
 
 
 def _bytes(num_rows: int, num_keys: int) -> int:
