@@ -53,7 +53,7 @@ def test_a_step_stays_where_it_is(model, backend, monkeypatch):
     assert first.shape == (1, 6, model.config.vocab_size)
 
 
-def test_experts_are_counted_once_and_their_bytes_with_them(model, monkeypatch):
+def test_experts_are_counted_once_and_their_bytes_with_them(model):
     config = model.config
     num_moe = sum(kind == "sparse" for kind in config.mlp_layer_types)
     num_experts, num_bytes = bench._read_weights(model, 1)

@@ -169,8 +169,9 @@ def test_help_needs_no_torch():
 
 def test_choices_are_those_of_the_functions():
     """Written again in the command line, which must not import torch for its help."""
-    from glm_compile import checkpoint, cli, explanation, options
+    from glm_compile import bench, checkpoint, cli, explanation, options
 
+    assert cli._BACKENDS == bench.BACKENDS
     assert cli._INDEXER_DTYPES == options.INDEXER_DTYPES
     assert [None if c == "none" else c for c in cli._CACHES] == list(explanation.CACHES)
     assert [getattr(torch, name) for name in cli._DTYPES] == list(checkpoint._LOADABLE)
