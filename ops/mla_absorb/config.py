@@ -6,7 +6,8 @@ Shape legend: R rows, H heads, N nope dim of a query, L rank of the latent, V va
 from __future__ import annotations
 
 # More rows than this are a job for the library's batched product: both products of a layer take
-# 9.8 us at 16 rows (library 16.4) and 18.2 at 24 (17.0), on one NVIDIA H200 on 2026-11-30.
+# 9.8 us at 16 rows (library 16.4) and 18.2 at 24 (17.0), on one NVIDIA H200 on 2026-11-30, by the
+# method of tests/benchmarks/test_mla_absorb_benchmark.py.
 MAX_FEW_ROWS = 16
 # Columns of a 128-byte line of bf16: the width of what the copy engine brings in.
 LINE = 64
@@ -15,10 +16,10 @@ QUERY_ROWS = 32
 MAX_WARPS = 16
 
 
-# The choices below are from one NVIDIA H200 on 2026-11-30: 6 rows, both products of a layer in
-# turn, weights cold, microseconds; tiles of (128, 64) / (64, 32), dependents let in late and early:
-# 64 heads 9.8, 8.6 / 10.9, 9.2; 32 heads 5.9, 6.1 / 6.3, 6.8; 16 heads 4.3, 5.0 / 4.2, 5.0;
-# 8 heads 3.6, 3.9 / 3.4, 3.6; torch's batched products 12.6, 9.1, 7.8, 7.1.
+# The choices below are from one NVIDIA H200 on 2026-11-30, by the same method: 6 rows, both products
+# of a layer in turn, weights cold, microseconds; tiles of (128, 64) / (64, 32), dependents let in
+# late and early: 64 heads 9.8, 8.6 / 10.9, 9.2; 32 heads 5.9, 6.1 / 6.3, 6.8; 16 heads 4.3, 5.0 /
+# 4.2, 5.0; 8 heads 3.6, 3.9 / 3.4, 3.6; torch's batched products 12.6, 9.1, 7.8, 7.1.
 
 
 def query_tile(num_heads: int, rank: int) -> int:

@@ -69,13 +69,13 @@ _SUMMER_REGISTERS = 160
 _SLACK = 8.0
 _NUM_HANDOVERS = 2
 _LAST = 1 << 30
+_CUTE_INDEX = {torch.int32: Int32, torch.int64: Int64}
 
 # The sizes of the ring are from one NVIDIA H200 on 2026-11-30: 2048 rows of 64 heads, 2048 of 128K
 # tokens each, of their own (all rows the same), in microseconds with about 50 of the host's. Tokens
 # of a tile x tiles / lines of Q in registers / bytes prefetched: 48 x 3 / 4 / 128 1312 (1292),
 # 48 x 3 / 4 / none 1350 (1293), 48 x 3 / 4 / 256 1243 (1202), 48 x 3 / 3 / 128 1175 (1101),
 # 64 x 2 / 2 / 128 1297 (1125), 32 x 5 / 5 / 128 1504 (1460).
-_CUTE_INDEX = {torch.int32: Int32, torch.int64: Int64}
 
 
 @dataclass(frozen=True)
