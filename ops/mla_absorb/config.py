@@ -16,10 +16,10 @@ QUERY_ROWS = 32
 MAX_WARPS = 16
 
 
-# The choices below are from one NVIDIA H200 on 2026-11-30, by the same method: 6 rows, both products
-# of a layer in turn, weights cold, microseconds; tiles of (128, 64) / (64, 32), dependents let in
-# late and early: 64 heads 9.8, 8.6 / 10.9, 9.2; 32 heads 5.9, 6.1 / 6.3, 6.8; 16 heads 4.3, 5.0 /
-# 4.2, 5.0; 8 heads 3.6, 3.9 / 3.4, 3.6; torch's batched products 12.6, 9.1, 7.8, 7.1.
+# The choices below are from one NVIDIA H200 on 2026-11-30, by the same method: 6 rows, both
+# products of a layer in turn, weights cold, microseconds; tiles of (128, 64) / (64, 32), dependents
+# let in late and early: 64 heads 9.8, 8.6 / 10.9, 9.2; 32 heads 5.9, 6.1 / 6.3, 6.8; 16 heads 4.3,
+# 5.0 / 4.2, 5.0; 8 heads 3.6, 3.9 / 3.4, 3.6; torch's batched products 12.6, 9.1, 7.8, 7.1.
 
 
 def query_tile(num_heads: int, rank: int) -> int:
