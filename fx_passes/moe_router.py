@@ -29,6 +29,7 @@ import glm_compile.ops  # noqa: F401  (registers the ops)
 from glm_compile.fx_passes._dynamo_graph import (
     example_value,
     insert_call,
+    op_name,
     specialize_module_floats,
 )
 from glm_compile.fx_passes.base import Declined, No, PassResult
@@ -64,9 +65,10 @@ _CHOICE = """
 _NORMALIZED = """
     total = sum(weights, dim=-1, keepdim=True)
     divisor = add(total, 1e-20)
-    normalized = itruediv|truediv(weights, divisor)
+    normalized = itruediv|truediv|div_|div(weights, divisor)
     result = mul(normalized, scale)
 """
+_DIVISIONS = ("itruediv", "truediv", "div_", "div")
 _UNNORMALIZED = """
     result = mul(weights, scale)
 """
@@ -105,8 +107,7 @@ def moe_router(graph_module: fx.GraphModule) -> PassResult:
 
 def _match(nodes: list[fx.Node]) -> Match:
     """The call's inputs and results, if it computes what transformers writes."""
-    divisions = (operator.itruediv, operator.truediv)
-    is_normalized = any(node.target in divisions for node in nodes)
+    is_normalized = any(op_name(node) in _DIVISIONS for node in nodes)
     template = _CHOICE.rstrip() + (_NORMALIZED if is_normalized else _UNNORMALIZED)
     match = Match("router", template, _INPUTS, ("result", "ids"), nodes)
     constants = match.constants

@@ -2,7 +2,8 @@
 
 A template has a line a node: `name = operation(arguments)`. An argument is the name of an earlier
 line or of an input, a number, `_` for anything, or a word for a constant that the graph decides
-(`K`); keywords are spelled out. Operations separated by a bar are alternatives. Numbers that are no
+(`K`); keywords are spelled out. Operations separated by a bar are alternatives: Dynamo records
+an operator as another method where a default device is set. Numbers that are no
 tensors (sizes) are left out. So a hook, an adapter or another configuration is seen where it
 departs from what transformers writes.
 """
