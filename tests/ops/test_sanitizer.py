@@ -30,30 +30,43 @@ class Script:
     tools: tuple[str, ...] = ("memcheck", "racecheck", "synccheck")
 
 
-SCRIPTS = {
-    "topk": Script(
-        "TopkKernel",
-        """
+TOPK = """
 import torch
 from glm_compile.ops.topk.config import Variant
 from glm_compile.ops.topk.cute_kernel import topk_select_cute
 from glm_compile.ops.topk.reference import topk_select_reference
 
-variants = [
-    Variant("registers", 1, 256, 4, 8, 1024),
-    Variant("registers", 4, 256, 4, 8, 1024),
-    Variant("registers", 4, 256, 4, 8, 1024, 2080),
-    Variant("filtered", 4, 256, 4, 8, 2048, 3072, 4),
-    Variant("filtered", 1, 256, 4, 8, 8192, 3072, 4),
-]
-for variant in variants:
+for variant in VARIANTS:
     num_keys = min(variant.max_keys, 8000)
     rows = torch.stack([torch.randn(num_keys), torch.ones(num_keys), torch.arange(num_keys)])
     scores = rows.float().cuda()
     lengths = torch.tensor([num_keys, num_keys - 5, num_keys], device="cuda")
     got = topk_select_cute(scores, lengths, 500, variant=variant)
     assert torch.equal(got, topk_select_reference(scores, lengths, 500)), variant
-""",
+"""
+
+SCRIPTS = {
+    "topk": Script(
+        "TopkKernel",
+        TOPK.replace(
+            "VARIANTS",
+            """[
+    Variant("registers", 1, 256, 4, 8, 1024),
+    Variant("filtered", 1, 256, 4, 8, 8192, 3072, 4),
+]""",
+        ),
+    ),
+    "topk_in_clusters": Script(
+        "TopkKernel",
+        TOPK.replace(
+            "VARIANTS",
+            """[
+    Variant("registers", 4, 256, 4, 8, 1024),
+    Variant("registers", 4, 256, 4, 8, 1024, 2080),
+    Variant("filtered", 4, 256, 4, 8, 2048, 3072, 4),
+]""",
+        ),
+        ("memcheck", "synccheck"),
     ),
     "indexer_scores": Script(
         "IndexerScoresKernel",
