@@ -34,6 +34,7 @@ from glm_compile.fx_passes._dynamo_graph import (
 )
 from glm_compile.fx_passes.base import Declined, No, PassResult
 from glm_compile.fx_passes.moe_templates import Match, erase, module_calls
+from glm_compile.ops.moe import DTYPES
 
 ROUTER_CLASS = "GlmMoeDsaTopkRouter"
 _INPUTS = ("hidden", "weight", "bias")
@@ -119,6 +120,10 @@ def _match(nodes: list[fx.Node]) -> Match:
         )
     if constants["E"] != weight.shape[0] or constants["C"] != weight.shape[1]:
         raise No(f"expected a weight [{constants['E']}, {constants['C']}], found {weight.shape}")
+    for name in _INPUTS:
+        value: Any = example_value(match.nodes[name])
+        if value.dtype not in DTYPES:
+            raise No(f"expected {name} in float32, float16 or bfloat16, found {value.dtype}")
     if isinstance(constants["scale"], fx.Node):
         raise No("the scaling factor of the weights is no constant")
     return match
