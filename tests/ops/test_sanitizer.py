@@ -45,28 +45,24 @@ for variant in VARIANTS:
     assert torch.equal(got, topk_select_reference(scores, lengths, 500)), variant
 """
 
-SCRIPTS = {
-    "topk": Script(
-        "TopkKernel",
-        TOPK.replace(
-            "VARIANTS",
-            """[
+TOPK_BLOCKS = """
     Variant("registers", 1, 256, 4, 8, 1024),
     Variant("filtered", 1, 256, 4, 8, 8192, 3072, 4),
-]""",
-        ),
-    ),
-    "topk_in_clusters": Script(
-        "TopkKernel",
-        TOPK.replace(
-            "VARIANTS",
-            """[
+"""
+TOPK_CLUSTERS = """
     Variant("registers", 4, 256, 4, 8, 1024),
     Variant("registers", 4, 256, 4, 8, 1024, 2080),
     Variant("filtered", 4, 256, 4, 8, 2048, 3072, 4),
-]""",
-        ),
+"""
+
+SCRIPTS = {
+    "topk": Script(
+        "TopkKernel",
+        TOPK.replace("VARIANTS", f"[{TOPK_BLOCKS}{TOPK_CLUSTERS}]"),
         ("memcheck", "synccheck"),
+    ),
+    "topk_blocks": Script(
+        "TopkKernel", TOPK.replace("VARIANTS", f"[{TOPK_BLOCKS}]"), ("racecheck",)
     ),
     "indexer_scores": Script(
         "IndexerScoresKernel",
