@@ -1,0 +1,111 @@
+"""Routed experts and router of the release, few tokens, beside torch's. Weights are cold.
+
+    pytest tests/benchmarks/test_moe_benchmark.py --benchmark-enable
+
+The library's experts are torch's grouped product, as transformers uses it. A table ends the run:
+microseconds, times the library's, and how much of the distinct experts' byte floor is reached.
+
+Shape legend: M tokens, K experts of a token, E experts, C hidden size, I intermediate size.
+"""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+
+from glm_compile.ops.moe import moe_experts, moe_router
+from glm_compile.ops.moe.reference import moe_experts_grouped
+from tests.benchmarks.conftest import READ_BANDWIDTH, cold_copies, device, time_replays
+
+# Without a GPU the benchmark only proves that it runs.
+E, C, I, K = (256, 6144, 2048, 8) if device() == "cuda" else (8, 64, 32, 2)  # noqa: E741
+
+
+@pytest.fixture(scope="module")
+def experts() -> tuple[torch.Tensor, torch.Tensor]:
+    """gate_up and down: one layer's, of which each call reads other experts."""
+    weights = (
+        torch.empty(shape, device=device(), dtype=torch.bfloat16)
+        for shape in ((E, 2 * I, C), (E, C, I))
+    )
+    gate_up, down = (w.normal_(0, w.shape[2] ** -0.5) for w in weights)
+    return gate_up, down
+
+
+@pytest.fixture(scope="module")
+def table(request: pytest.FixtureRequest) -> Iterator[list[tuple[Any, ...]]]:
+    """Rows (what, M, distinct experts, our seconds, the library's, bytes), printed at the end."""
+    rows: list[tuple[Any, ...]] = []
+    yield rows
+    if not rows:
+        return
+    reporter = request.config.pluginmanager.get_plugin("terminalreporter")
+    bandwidth = READ_BANDWIDTH.get(torch.cuda.get_device_name())
+    reporter.write_line("")
+    for name, M, distinct, ours, library, num_bytes in rows:
+        floor = f"{num_bytes / bandwidth / ours:5.0%} of the floor" if bandwidth else ""
+        reporter.write_line(
+            f"{name} M={M:2} ({distinct:5.1f} experts): {ours * 1e6:7.1f} us, library "
+            f"{library * 1e6:7.1f}, {library / ours:.2f}x, {floor}"
+        )
+
+
+def random_calls(M: int, number: int) -> list[tuple[torch.Tensor, ...]]:
+    """(x, router weights, ids): experts of a token are distinct, otherwise random."""
+    return [
+        (
+            torch.randn(M, C, device=device()).bfloat16(),
+            torch.rand(M, K, device=device()),
+            torch.rand(M, E, device=device()).topk(K).indices,
+        )
+        for _ in range(number)
+    ]
+
+
+@pytest.mark.parametrize("M", [1, 2, 4, 6, 8, 16, 32])
+@pytest.mark.parametrize("backend", [None, "cute", "triton"])
+def test_moe_experts(
+    gpu_bench: Any, benchmark: Any, table: list, experts: Any, M: int, backend: str | None
+) -> None:
+    if device() == "cpu" and backend:
+        pytest.skip("the kernels need a CUDA device")
+    if backend == "triton" and M > 16:
+        pytest.skip("the kernel takes 16 tokens")
+    benchmark.group = f"moe_experts M={M}"
+    inputs = random_calls(M, 6)
+    distinct = statistics.mean(ids.unique().numel() for _, _, ids in inputs)
+    num_bytes = distinct * 3 * I * C * 2
+    output = gpu_bench(
+        lambda x, weights, ids: moe_experts(x, weights, ids, *experts, backend=backend),
+        inputs,
+        bytes_moved=num_bytes,
+        note=f"{distinct:.1f} distinct experts, cold",
+    )
+    if device() == "cuda" and not benchmark.disabled and backend is None:
+        library = statistics.median(
+            time_replays(lambda *call: moe_experts_grouped(*call, *experts), inputs)
+        )
+        ours = benchmark.extra_info["median_us"] * 1e-6
+        benchmark.extra_info["times_library"] = library / ours
+        table.append(("experts", M, distinct, ours, library, num_bytes))
+    assert output.shape == (M, C)
+
+
+@pytest.mark.parametrize("M", [1, 6, 16])
+@pytest.mark.parametrize("backend", [None, "reference"])
+def test_moe_router(gpu_bench: Any, benchmark: Any, M: int, backend: str | None) -> None:
+    benchmark.group = f"moe_router M={M}"
+    x = torch.randn(M, C, device=device()).bfloat16()
+    bias = torch.randn(E, device=device()) * 0.1
+    inputs = [(torch.randn(E, C, device=device()),) for _ in range(cold_copies(4 * E * C))]
+    weights, ids = gpu_bench(
+        lambda weight: moe_router(x, weight, bias, K, scale=2.5, backend=backend),
+        inputs,
+        bytes_moved=4 * E * C,
+        note="weight cold",
+    )
+    assert weights.shape == ids.shape == (M, K)
