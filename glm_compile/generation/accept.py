@@ -35,7 +35,8 @@ def clip_block(
         num_tokens_B: accepted tokens, 1..S.
         remaining_B: tokens that may still be appended.
         finished_B: bool, rows that take nothing any more.
-        eos_ids_E: any of these ends its sequence; it is kept as the last token. None: no such id.
+        eos_ids_E: any of these ends its sequence; it is kept as the last token. Negative ones stand
+            for none. None: no such id.
 
     Returns:
         kept tokens [B] (0 for a finished row) and the new finished flags [B].
@@ -44,7 +45,9 @@ def clip_block(
     if eos_ids_E is not None and eos_ids_E.numel() > 0:
         width = tokens_BS.shape[1]
         columns_S = torch.arange(width, device=tokens_BS.device)
-        is_eos_BS = torch.isin(tokens_BS, eos_ids_E) & (columns_S < kept_B[:, None])
+        # Not isin, which sorts for many ids and waits for the device then.
+        is_eos_BS = (tokens_BS[..., None] == eos_ids_E).any(dim=-1)
+        is_eos_BS &= columns_S < kept_B[:, None]
         first_eos_B = torch.where(is_eos_BS, columns_S, width).amin(dim=1)
         stopped_B = first_eos_B < width
         kept_B = torch.where(stopped_B, first_eos_B + 1, kept_B)

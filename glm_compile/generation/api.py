@@ -11,10 +11,12 @@ import inspect
 import sys
 import time
 from collections.abc import Sequence
+from contextlib import nullcontext
 from typing import Any
 
 import torch
 
+from glm_compile.generation.iteration import Iteration
 from glm_compile.generation.loop import DecodingLoop, needed_cache_len
 from glm_compile.generation.output import GenerationOutput, assemble
 from glm_compile.generation.request import (
@@ -28,6 +30,7 @@ from glm_compile.generation.request import (
     check_model_kwargs,
     check_mtp_fits,
     check_processor_fields,
+    wants_cuda_graph,
 )
 from glm_compile.generation.steps import Steps, unwrap_compiled
 
@@ -61,9 +64,11 @@ def generate(
     give.
 
     Greedy decoding gives the same tokens as transformers' `generate`; sampling follows the same
-    distribution. Random numbers come from torch's default generator, as in transformers:
-    `torch.manual_seed` makes a call repeatable (the numbers drawn depend on the drafts, so a seed
-    gives other tokens with another `num_draft_tokens`).
+    distribution. `torch.manual_seed` makes a call repeatable, as in transformers, whatever
+    `overlap` and `cuda_graph` say. Without drafts a seed gives the text that it gives in
+    transformers. With drafts a call takes one number of torch's default generator, the seed of
+    numbers that depend on the sequence, the position and what they are for; the text depends on
+    the drafts, so a seed gives other tokens with another `num_draft_tokens`.
 
     Also works as `model.generate(**inputs, custom_generate=glm_compile.generate, mtp=mtp)`; with a
     compiled model call this function, because `compiled.generate` is the plain model's method.
@@ -85,9 +90,17 @@ def generate(
             later, or that a stopping criterion cuts off. It and the criteria see the padding of a
             prompt on the left, wherever it is.
         return_dict_in_generate: return a GenerationOutput (also if the generation config says so).
-        overlap: whether the host may run ahead of the device. Without effect in this version, which
-            reads each iteration's tokens before it starts the next.
-        cuda_graph: True asks for a CUDA graph of the iteration, which needs a CUDA device.
+        overlap: whether the host launches an iteration before it has read the results of the one
+            before, so that a GPU need not wait for the host; else it waits for each. The result is
+            the same. A streamer gets tokens, and a stopping criterion is asked, while the next
+            iteration runs; what that one adds to a sequence that has ended is dropped. A logits
+            processor that looks at the text (a repetition penalty, or one of the caller's own) runs
+            on the host in the middle of every iteration: such a call waits, whatever is said here.
+            On the CPU nothing runs beside the host; one iteration may be computed in vain.
+        cuda_graph: whether the iteration is captured in a CUDA graph, in the first call of its
+            kind, and replayed. None: for a compiled model in bfloat16 or float16 on a CUDA device,
+            unless a processor needs the host. A plain model captures anew in each call, if asked.
+            Work that cannot be captured is an UnsupportedError that names it.
         index_share: whether draft steps reuse the selection of the last accepted row and write
             nothing; None: as `index_share_for_mtp_iteration` of the config.
         generate_kwargs: any field of GenerationConfig; also `tokenizer` for `stop_strings`,
@@ -99,6 +112,7 @@ def generate(
 
     Raises:
         ValueError: an argument or field that cannot be honoured, before any work.
+        UnsupportedError: an iteration that cannot be captured in a CUDA graph.
     """
     check_model(model)
     if not isinstance(input_ids, torch.Tensor) or input_ids.dim() != 2:
@@ -123,6 +137,8 @@ def generate(
         "num_drafts": num_drafts,
         "is_index_shared": is_index_shared,
         "compiler": compiler,
+        "is_overlapped": bool(overlap),
+        "cuda_graph": cuda_graph,
     }
     if _is_prepared(generation_config):
         dropped = _arguments_that_transformers_dropped(sys._getframe(1))
@@ -226,7 +242,7 @@ def warmup(
 
     Decodes a few tokens behind a short prompt for each batch size, so that the prompt's, verify's,
     decode's and draft's graphs exist. A later call compiles again only if it needs a larger cache
-    than any before it.
+    than any before it. CUDA graphs of iterations are captured by the first call that needs them.
 
     Args:
         model: compiled, or plain (then there is nothing to compile, and it runs once).
@@ -299,6 +315,8 @@ def _decode(
     num_drafts: int,
     is_index_shared: bool,
     compiler: Any,
+    is_overlapped: bool,
+    cuda_graph: bool | None,
 ) -> torch.Tensor | GenerationOutput:
     """Validate what transformers prepared, decode, and put the output together."""
     check_model_kwargs(model_kwargs, attention_mask)
@@ -317,13 +335,28 @@ def _decode(
         vocab_size=model.config.vocab_size,
         min_prompt_width=steps.min_prompt_width,
     )
+    is_graphed = wants_cuda_graph(
+        cuda_graph, request.processor, model, is_compiled=compiler is not None
+    )
     uses_mtp = request.num_drafts > 0
     with steps.borrow_cache(request.batch_size, needed_cache_len(request), int(uses_mtp)) as cache:
+        target = steps.for_target(cache)
         mtp_steps = steps.for_mtp(mtp, cache, request.is_index_shared) if uses_mtp else None
-        decoded = DecodingLoop(request, steps.for_target(cache), mtp_steps, cache).run()
-    sequences = assemble(
-        decoded.text_BW, request.prompt.given_width, decoded.counts, request.pad_id
-    )
+        borrowed = (
+            steps.graphs.borrow(request, target, mtp_steps, cache) if is_graphed else nullcontext()
+        )
+        with borrowed as graphed:
+            iteration = (
+                Iteration(request, target, mtp_steps, cache)
+                if graphed is None
+                else graphed.iteration
+            )
+            decoded = DecodingLoop(
+                request, iteration, is_overlapped=is_overlapped, graphed=graphed
+            ).run()
+            sequences = assemble(
+                decoded.text_BW, request.prompt.given_width, decoded.counts, request.pad_id
+            )
     if not returns_dict:
         return sequences
     num_steps = max(decoded.counts)

@@ -34,6 +34,8 @@ _TEXT_FREE = frozenset(
         "TypicalLogitsWarper",
     }
 )
+# Of these, the ones that wait for the device: torch's Categorical looks at its arguments' values.
+_WAITING = frozenset({"EtaLogitsWarper", "TopHLogitsWarper"})
 # Processors that remember what they were called with, or run the model: a rejected draft would stay
 # in them.
 _REFUSED = {
@@ -63,6 +65,8 @@ class ScoreProcessor:
     Attributes:
         needs_text: whether a processor looks at the prefix; then the loop must know lengths on the
             host.
+        why_host: names the processors that need the host in every iteration; None if none does.
+        signature: equal for two lists that launch the same work, as far as that can be told.
     """
 
     def __init__(
@@ -77,6 +81,9 @@ class ScoreProcessor:
         for processor in flat:
             _check(processor)
         self.needs_text = any(not _is_text_free(p) for p in flat)
+        waiting = [p for p in flat if not _is_text_free(p) or type(p).__name__ in _WAITING]
+        self.why_host = ", ".join(dict.fromkeys(_name(p) for p in waiting)) or None
+        self.signature = tuple(_signature(p) for p in flat)
         self._has_callbacks = any(_calls_the_caller(p) for p in flat)
         self._processors = [self._guard_callback(p) for p in flat]
         self._eos_ids = frozenset(eos_ids)
@@ -274,6 +281,34 @@ def _is_from_transformers(processor: Any) -> bool:
 def _calls_the_caller(processor: Any) -> bool:
     is_constraint = isinstance(processor, logits_process.PrefixConstrainedLogitsProcessor)
     return is_constraint or not _is_from_transformers(processor)
+
+
+def _name(processor: Any) -> str:
+    return getattr(processor, "__name__", type(processor).__name__)
+
+
+class _Same:
+    """Equal to another one of the same object only, which it keeps."""
+
+    def __init__(self, value: Any) -> None:
+        self.value = value
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, _Same) and self.value is other.value
+
+    def __hash__(self) -> int:
+        return id(self.value)
+
+
+def _signature(processor: Any) -> Any:
+    """Class and settings; anything but a plain value is compared by identity."""
+    if not _is_text_free(processor):
+        return _Same(processor)
+    settings = sorted(vars(processor).items())
+    plain = (bool, int, float, str, type(None))
+    return type(processor), tuple(
+        (name, value if isinstance(value, plain) else _Same(value)) for name, value in settings
+    )
 
 
 def _is_text_free(processor: Any) -> bool:

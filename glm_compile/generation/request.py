@@ -15,7 +15,6 @@ from typing import Any
 import torch
 from transformers import GenerationConfig, RepetitionPenaltyLogitsProcessor
 
-from glm_compile.errors import UnsupportedError
 from glm_compile.generation.processors import ScoreProcessor
 from glm_compile.generation.prompt import Prompt, compact_prompt
 from glm_compile.generation.stopping import StopRules
@@ -146,17 +145,32 @@ def check_capacity(max_cache_len: int | None) -> None:
 
 
 def check_cuda_graph(cuda_graph: bool | None, device: torch.device) -> None:
-    """Raise for a CUDA graph that cannot be had; None and False ask for none."""
-    if not cuda_graph:
-        return
-    if device.type != "cuda":
+    """Raise for a CUDA graph that cannot be had on this device."""
+    if cuda_graph and device.type != "cuda":
         raise ValueError(
             f"generate: cuda_graph=True needs a model on a CUDA device, this one is on {device}; "
             "leave it None"
         )
-    raise UnsupportedError(
-        "generate: cuda_graph=True: this version captures no graph of the iteration; leave it None"
-    )
+
+
+def wants_cuda_graph(
+    cuda_graph: bool | None, processor: ScoreProcessor, model: Any, *, is_compiled: bool
+) -> bool:
+    """Whether the iteration is captured.
+
+    Raises:
+        ValueError: it is asked for, and a processor needs the host in every iteration.
+    """
+    if cuda_graph and processor.why_host is not None:
+        raise ValueError(
+            f"generate: cuda_graph=True cannot be had with {processor.why_host}, which needs the "
+            "host in every iteration; leave it None"
+        )
+    if cuda_graph is not None:
+        return cuda_graph
+    weight = model.lm_head.weight
+    is_half = weight.dtype in (torch.bfloat16, torch.float16)
+    return is_compiled and is_half and weight.is_cuda and processor.why_host is None
 
 
 # Fields of GenerationConfig that are taken, in transformers' meaning.

@@ -4,8 +4,8 @@ distribution.
 B batch, k drafts of a block, S = 1 + k rows of a verify step, V vocabulary. p is the target's
 distribution and q the draft's; both come from float32 scores that went through the same processors.
 
-Random numbers come from torch's default generator of the device, as in transformers:
-`torch.manual_seed` makes a run repeatable.
+Random numbers are arguments. The functions' own come from torch's default generator of the device,
+as in transformers, so that plain sampling with a seed gives the text that transformers gives.
 """
 
 from __future__ import annotations
@@ -18,14 +18,19 @@ def probabilities(scores: torch.Tensor) -> torch.Tensor:
     return torch.softmax(scores.float(), dim=-1)
 
 
-def draw(weights: torch.Tensor) -> torch.Tensor:
+def draw(weights: torch.Tensor, noise: torch.Tensor | None = None) -> torch.Tensor:
     """One index of the last axis for each row, with probability proportional to its weight.
 
-    An exponential race. It draws the same as `torch.multinomial(weights, 1)` from the same
-    generator state, without that function's check of the values, which waits for the device. A
-    weight of zero is never drawn unless all are.
+    An exponential race. With its own noise it draws the same as `torch.multinomial(weights, 1)`
+    from the same generator state, without that function's check of the values, which waits for the
+    device. A weight of zero is never drawn unless all are.
+
+    Args:
+        weights: not negative, [..., V].
+        noise: exponentially distributed, of the weights' shape; drawn here by default.
     """
-    noise = torch.empty_like(weights).exponential_(1)
+    if noise is None:
+        noise = torch.empty_like(weights).exponential_(1)
     return weights.div(noise).argmax(dim=-1)
 
 
@@ -47,6 +52,7 @@ def reject(
     q_BkV: torch.Tensor,
     drafts_Bk: torch.Tensor,
     coins_Bk: torch.Tensor | None = None,
+    noise_BV: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Accept each draft with probability min(1, p/q); then one token from the target.
 
@@ -59,6 +65,7 @@ def reject(
         q_BkV: draft probabilities that the drafts were drawn from.
         drafts_Bk: the draws.
         coins_Bk: uniform numbers in [0, 1); drawn here by default.
+        noise_BV: for `draw` of the one token; drawn there by default.
 
     Returns:
         tokens [B, S] (accepted drafts, then the drawn token; the rest repeats the drafts) and their
@@ -81,7 +88,7 @@ def reject(
     residual_BV = (p_BV - q_BSV.gather(1, row_B11).squeeze(1)).clamp_min(0)
     # p and q may agree up to rounding; then nothing is left over and p is the right distribution.
     residual_BV = torch.where(residual_BV.sum(dim=-1, keepdim=True) > 0, residual_BV, p_BV)
-    extra_B = draw(residual_BV)
+    extra_B = draw(residual_BV, noise_BV)
 
     padded_BS = torch.cat([drafts_Bk, extra_B[:, None]], dim=1)
     tokens_BS = padded_BS.scatter(1, num_accepted_B[:, None], extra_B[:, None])

@@ -19,6 +19,7 @@ import torch
 
 from glm_compile.cache import DraftSeed, PagedCache
 from glm_compile.errors import UnsupportedError
+from glm_compile.generation.graphs import GraphStore
 from glm_compile.model_facts import cache_argument, mask_dtype
 
 # Compiled functions of one compiled model are found again through this attribute of its compiled
@@ -198,6 +199,8 @@ class Steps:
         self._target: dict[Any, TargetSteps] = {}
         self._mtp: dict[Any, MtpSteps] = {}
         self._idle_cache: PagedCache | None = None
+        #: captured iterations
+        self.graphs = GraphStore()
 
     @classmethod
     def of(cls, model: Any, compiler: Compiler | None) -> Steps:

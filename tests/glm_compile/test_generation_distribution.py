@@ -424,15 +424,17 @@ def test_p_value() -> None:
 
 def test_a_bias_of_the_sampler_is_found(models: Models, monkeypatch: pytest.MonkeyPatch) -> None:
     """A rejected position drawn from the target instead of the residual."""
-    loop = "glm_compile.generation.loop.reject"
+    iteration = "glm_compile.generation.iteration.reject"
 
-    def reject(p_BSV: torch.Tensor, q_BkV: torch.Tensor, drafts_Bk: torch.Tensor) -> Any:
-        tokens_BS, counts_B = sampling.reject(p_BSV, q_BkV, drafts_Bk)
+    def reject(
+        p_BSV: torch.Tensor, q_BkV: torch.Tensor, drafts_Bk: torch.Tensor, *numbers: torch.Tensor
+    ) -> Any:
+        tokens_BS, counts_B = sampling.reject(p_BSV, q_BkV, drafts_Bk, *numbers)
         last_B1 = counts_B[:, None] - 1
         p_BV = p_BSV[torch.arange(len(p_BSV)), last_B1[:, 0]]
         return tokens_BS.scatter(1, last_B1, sampling.draw(p_BV)[:, None]), counts_B
 
-    monkeypatch.setattr(loop, reject)
+    monkeypatch.setattr(iteration, reject)
     fields = complete({})
     tokens, _ = sampled(models, fields)
     with pytest.raises(AssertionError, match="joint"):

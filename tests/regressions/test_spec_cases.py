@@ -81,9 +81,9 @@ def test_spec_7_caches_equal_ones_rebuilt_from_scratch(
         monkeypatch, model, ids, mtp, num_draft_tokens=3, attention_mask=mask,
         max_new_tokens=30, index_share=index_share,
     )  # fmt: skip
-    relay = loop._prefill()
+    loop._prefill()
     for _ in range(4):
-        relay = loop._iterate(relay)
+        loop._iterate()
     cache = loop.cache
     if index_share:
         assert cache.lengths.tolist() == [12 + 10, 5 + 11]
@@ -123,10 +123,10 @@ def test_spec_9_a_poisoned_tail_is_never_selected(
                     rows[int(loop.cache.lengths[0]) :] = 1e3
                     pages[loop.cache.block_table[0].long()] = rows.view_as(pages)
 
-    relay = loop._prefill()
+    loop._prefill()
     while not all(loop.finished):
         poison()
-        relay = loop._iterate(relay)
+        loop._iterate()
     assert torch.equal(loop.text_BW[:, : 12 + 20], expected[:, : 12 + 20])
 
 

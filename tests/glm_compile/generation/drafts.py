@@ -152,7 +152,8 @@ def unequal(iteration: int, row: int) -> int:
 
 
 def capture_loop(monkeypatch: pytest.MonkeyPatch, *call: Any, **kwargs: Any) -> DecodingLoop:
-    """The loop that a call would run, before it runs."""
+    """The loop that a call would run, before it runs; it waits for each iteration."""
+    kwargs.setdefault("overlap", False)
     loops: list[DecodingLoop] = []
 
     class Stop(Exception):

@@ -172,11 +172,12 @@ def test_the_drafts_equal_ones_made_from_scratch(
     ids = prompt_of(13)
     mtp = random_mtp(model)
     loop = capture_loop(monkeypatch, model, ids, mtp, num_draft_tokens=4)
-    relay = loop._prefill()
+    loop._prefill()
     for _ in range(3):
-        relay = loop._iterate(relay)
+        loop._iterate()
     length = int(loop.cache.lengths[0])
-    text = torch.cat([loop.text_BW[:, :length], relay.bonus_B[:, None]], dim=1)
+    drafts_Bk = loop.state.block_BS[:, 1:]
+    text = torch.cat([loop.text_BW[:, :length], loop.state.block_BS[:, :1]], dim=1)
     fresh = glm_compile.PagedCache(model.config, 1, 64, num_mtp_layers=1)
     fresh.auto_advance = False
     hidden, _ = loop.target.prompt(text[:, :-1], torch.zeros(1, dtype=torch.long), fresh)
@@ -185,7 +186,7 @@ def test_the_drafts_equal_ones_made_from_scratch(
     hidden, seed = hidden[:, -1:], mtp.gather_seed(topk[:, -1:], fresh)
     for step in range(4):
         draft = mtp.compute_logits(hidden).argmax(-1)
-        assert torch.equal(draft, relay.drafts_Bk[:, step : step + 1]), step
+        assert torch.equal(draft, drafts_Bk[:, step : step + 1]), step
         position = torch.tensor([[length + step]])
         hidden = mtp.draft(draft, hidden, position, seed)
 
@@ -215,9 +216,9 @@ def test_draft_steps_share_latents_that_are_read_once(
 
     monkeypatch.setattr(loop.cache, "gather_rows", gather)
     monkeypatch.setattr(loop.mtp, "draft", draft_without_cache)
-    relay = loop._prefill()
+    loop._prefill()
     for _ in range(2):
-        relay = loop._iterate(relay)
+        loop._iterate()
     assert [len(steps) for steps in seeds] == [3, 3, 3]
     assert all(step is steps[0] for steps in seeds for step in steps)
     assert seeds[0][0].shape == (1, model.config.index_topk, 128)
@@ -233,13 +234,13 @@ def test_a_finished_row_writes_behind_its_frozen_length_only(
         monkeypatch, model, ids, random_mtp(model), num_draft_tokens=2, attention_mask=mask,
         eos_token_id=[texts[0][1]],
     )  # fmt: skip
-    relay = loop._prefill()
-    relay = loop._iterate(relay)
+    loop._prefill()
+    loop._iterate()
     assert loop.finished == [True, False]
     before = [[r.clone() for r in cached_rows(loop.cache, layer, 0)] for layer in range(5)]
     length = int(loop.cache.lengths[0])
     for _ in range(3):
-        relay = loop._iterate(relay)
+        loop._iterate()
     assert int(loop.cache.lengths[0]) == length and loop.counts[0] == 2
     for layer in range(5):
         for old, new in zip(before[layer], cached_rows(loop.cache, layer, 0)):
@@ -277,7 +278,7 @@ def test_an_iteration_reads_the_device_in_one_place(
         monkeypatch, model, ids, random_mtp(model), num_draft_tokens=2, attention_mask=mask,
         do_sample=do_sample, eos_token_id=7,
     )  # fmt: skip
-    relay = loop._prefill()
+    loop._prefill()
     # The layers' own code is not the loop's.
     hidden = torch.zeros(2, 3, 128)
     logits = torch.randn(2, 1, VOCAB)
@@ -291,5 +292,5 @@ def test_an_iteration_reads_the_device_in_one_place(
     monkeypatch.setattr(loop, "_read_block", lambda *a: reads.append(1) or read_block(*a))
     with CountReads() as counter:
         for _ in range(3):
-            relay = loop._iterate(relay)
+            loop._iterate()
     assert (counter.count, len(reads)) == (0, 3)

@@ -1,0 +1,193 @@
+"""An iteration as one CUDA graph: captured once, replayed for every block.
+
+The first iteration of a call that finds no graph runs eagerly on a side stream. That is a real
+iteration of the text, and the warm-up that a capture needs: kernels are compiled, tables are made.
+The second one is captured (which runs nothing) and replayed. A later call finds the graph again if
+it needs the same shapes and processors, on the same cache, with all weights where they were.
+"""
+
+from __future__ import annotations
+
+import traceback
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from glm_compile.cache import PagedCache
+from glm_compile.capacity import note_held
+from glm_compile.errors import UnsupportedError
+from glm_compile.generation.iteration import Block, Iteration
+from glm_compile.generation.request import Request
+from glm_compile.generation.state import needed_width, padded_eos
+
+if TYPE_CHECKING:
+    from glm_compile.generation.steps import MtpSteps, TargetSteps
+
+# Graphs of one model that are kept: of the last kinds of calls.
+MAX_GRAPHS = 8
+
+
+class GraphedIteration:
+    """An iteration that is captured when it has run once.
+
+    Args:
+        keeps_block: whether scores and logits are asked for; they are copied out of the graph.
+    """
+
+    def __init__(self, iteration: Iteration, keeps_block: bool, pool: Any = None) -> None:
+        self.iteration = iteration
+        self.keeps_block = keeps_block
+        self.num_captures = 0
+        self._pool = pool
+        self._device = iteration.cache.lengths.device
+        self._stream = torch.cuda.Stream(device=self._device)
+        self._graph: torch.cuda.CUDAGraph | None = None
+        self._addresses: tuple[int, ...] | None = None
+        self._block: Block | None = None
+
+    def check_addresses(self) -> None:
+        """Forget the graph if a weight or a page of the cache is not where it was."""
+        addresses = addresses_of(self.iteration)
+        if addresses != self._addresses:
+            self._graph, self._block, self._addresses = None, None, None
+
+    def run(self) -> Block | None:
+        """Launch one iteration on the current stream; scores and logits if they are kept."""
+        with torch.cuda.device(self._device):
+            if self._addresses is None:
+                return self._warm_up()
+            if self._graph is None:
+                self._capture()
+            assert self._graph is not None
+            self._graph.replay()
+            # The replay advances the lengths unseen.
+            note_held(self.iteration.cache.lengths, None)
+            if self._block is None:
+                return None
+            return Block(self._block.scores_BSV.clone(), self._block.logits_BSV.clone())
+
+    def _warm_up(self) -> Block:
+        current = torch.cuda.current_stream()
+        self._stream.wait_stream(current)
+        with torch.cuda.stream(self._stream):
+            block = self.iteration.run()
+        current.wait_stream(self._stream)
+        for tensor in (block.scores_BSV, block.logits_BSV):
+            tensor.record_stream(current)
+        self._addresses = addresses_of(self.iteration)
+        return block
+
+    def _capture(self) -> None:
+        graph = torch.cuda.CUDAGraph()
+        current = torch.cuda.current_stream()
+        generator = torch.cuda.default_generators[torch.cuda.current_device()]
+        random_numbers = generator.clone_state()
+        try:
+            # Other threads (a streamer's reader) may go on using the device.
+            with torch.cuda.graph(
+                graph,
+                pool=self._pool,
+                stream=self._stream,
+                capture_error_mode="thread_local",
+            ):
+                block = self.iteration.run()
+        except BaseException as error:
+            # A capture that breaks off leaves its stream, and a generator that takes itself for
+            # captured and refuses to draw.
+            torch.cuda.set_stream(current)
+            generator.graphsafe_set_state(random_numbers)
+            if not isinstance(error, Exception):
+                raise
+            raise UnsupportedError(_explain(error)) from error
+        self._block = block if self.keeps_block else None
+        self._graph = graph
+        self.num_captures += 1
+
+
+class GraphStore:
+    """Graphs of one model's iterations, found again by what they depend on."""
+
+    def __init__(self) -> None:
+        self._graphs: dict[Any, GraphedIteration] = {}
+        self._pool: Any = None
+
+    @contextmanager
+    def borrow(
+        self, request: Request, target: TargetSteps, mtp: MtpSteps | None, cache: PagedCache
+    ) -> Iterator[GraphedIteration]:
+        """An iteration for this call; a call inside another one gets one of its own."""
+        # A graph writes to its cache; one whose cache is gone must not keep that alive.
+        self._graphs = {
+            key: graph for key, graph in self._graphs.items() if graph.iteration.cache is cache
+        }
+        width = max(needed_width(request), cache.max_cache_len)
+        width = 1 << (width - 1).bit_length()
+        keeps_block = request.keeps_scores or request.keeps_logits
+        key = (
+            request.num_drafts,
+            request.do_sample,
+            request.is_index_shared,
+            keeps_block,
+            width,
+            padded_eos(request),
+            request.processor.signature,
+        )
+        graphed = self._graphs.pop(key, None)
+        forwards = None if graphed is None else (graphed.iteration.target, graphed.iteration.mtp)
+        if graphed is None or forwards != (target, mtp):
+            if self._pool is None:
+                self._pool = torch.cuda.graph_pool_handle()
+            iteration = Iteration(request, target, mtp, cache, min_text_width=width)
+            graphed = GraphedIteration(iteration, keeps_block, self._pool)
+        graphed.check_addresses()
+        try:
+            yield graphed
+        finally:
+            self._graphs[key] = graphed
+            while len(self._graphs) > MAX_GRAPHS:
+                del self._graphs[next(iter(self._graphs))]
+
+
+def addresses_of(iteration: Iteration) -> tuple[int, ...]:
+    """Where the weights and the cache lie that a graph of this iteration reads and writes."""
+    modules = [iteration.target.model]
+    if iteration.mtp is not None:
+        mtp = iteration.mtp.mtp
+        owner = getattr(mtp, "_model", None)
+        modules += [mtp] if owner is None or owner is iteration.target.model else [mtp, owner]
+    cache = iteration.cache
+    tensors = [cache.lengths, cache.block_table]
+    for layer in cache.layers:
+        tensors += (
+            [layer.latent_pages]
+            if layer.key_pages is None
+            else [layer.latent_pages, layer.key_pages]
+        )
+    for module in modules:
+        tensors += [*module.parameters(), *module.buffers()]
+    return tuple(tensor.data_ptr() for tensor in tensors)
+
+
+def _explain(error: BaseException) -> str:
+    """What could not be captured: the innermost line outside torch, of the first error."""
+    # The end of a broken capture raises an error of its own, with the cause behind it.
+    first = error
+    while (cause := first.__cause__ or first.__context__) is not None:
+        first = cause
+    frames = traceback.extract_tb(first.__traceback__)
+    own = [frame for frame in frames if "/torch/" not in frame.filename.replace("\\", "/")]
+    place = own[-1] if own else frames[-1]
+    where = f"{place.filename}:{place.lineno} in {place.name}: {place.line}"
+    reason = str(first).strip().splitlines()[0] if str(first).strip() else type(first).__name__
+    hint = "pass cuda_graph=False"
+    if any("experts" in frame.name or "grouped_mm" in frame.name for frame in frames):
+        hint = (
+            "transformers' experts wait for the host here (in float32, for instance); load the "
+            "model in bfloat16, compile it so that the pass moe_experts replaces them, or " + hint
+        )
+    return (
+        f"generate: the iteration cannot be captured in a CUDA graph. {where} does what a capture "
+        f"forbids, such as waiting for the device ({type(first).__name__}: {reason}); {hint}"
+    )

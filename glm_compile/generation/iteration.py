@@ -1,0 +1,242 @@
+"""One iteration of decoding as work for the device: nothing in it reads a value on the host.
+
+    L = tokens in the cache; the bonus token is the last one generated: its position is L, and it
+    is not in the cache yet.
+    verify        the model on [bonus, d1..dk], written at L..L+k; row s follows s drafts
+    accept        n tokens of each row, clipped by end-of-sequence and budget
+    draft-extend  the MTP layer on the same rows, with the accepted tokens; row n-1 gives the next
+                  d1, its hidden state and the selected latents that the draft steps attend to
+    advance       L += n; what was written beyond is never seen again and gets overwritten
+    draft         k-1 more steps of the MTP layer
+    relay         bonus token, drafts and their distributions, in place
+
+Without drafts this is plain decoding. A finished row keeps n = 0: it takes part, and writes behind
+its frozen length only. So an iteration more than was needed changes nothing.
+
+B batch, S = 1 + k rows of a block, k drafts, C hidden, K selected keys, V vocabulary.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import torch
+
+from glm_compile.cache import PagedCache
+from glm_compile.generation.accept import (
+    accept_greedy,
+    append_block,
+    clip_block,
+    last_kept,
+    last_row,
+)
+from glm_compile.generation.randomness import Purpose, exponential, position_keys, uniform
+from glm_compile.generation.request import Request
+from glm_compile.generation.sampling import draw, has_weight, probabilities, reject
+from glm_compile.generation.state import FIRST_TOKEN, DecodingState
+
+if TYPE_CHECKING:
+    from glm_compile.generation.steps import MtpSteps, TargetSteps
+
+
+@dataclass(frozen=True)
+class Block:
+    """Scores and logits [B,S,V] of a verified block."""
+
+    scores_BSV: torch.Tensor
+    logits_BSV: torch.Tensor
+
+
+@dataclass(frozen=True)
+class HostView:
+    """What a processor that looks at the text has to know on the host.
+
+    Attributes:
+        ends: columns of each row's text so far.
+        active: rows that are not finished.
+    """
+
+    ends: list[int]
+    active: list[bool]
+
+
+class Iteration:
+    """The steps of one iteration on a state, a cache, and the forwards of a model and its draft.
+
+    Args:
+        request: taken from it is what is the same for each call that uses this object: processors,
+            sampling, number and kind of drafts.
+        mtp: None without drafts.
+    """
+
+    def __init__(
+        self,
+        request: Request,
+        target: TargetSteps,
+        mtp: MtpSteps | None,
+        cache: PagedCache,
+        *,
+        min_text_width: int = 0,
+    ) -> None:
+        self.processor = request.processor
+        self.do_sample = request.do_sample
+        self.num_drafts = request.num_drafts
+        self.is_index_shared = request.is_index_shared
+        self.target = target
+        self.mtp = mtp
+        self.cache = cache
+        device = cache.lengths.device
+        self.state = DecodingState.allocate(
+            request, target.model.config.vocab_size, device, min_text_width
+        )
+        self._draft_numbers = torch.arange(max(request.num_drafts, 1), device=device)
+        self._hidden_BSC: torch.Tensor | None = None
+
+    def run(self, view: HostView | None = None) -> Block:
+        """All of it."""
+        block = self.verify(view)
+        self.propose(view)
+        return block
+
+    def verify(self, view: HostView | None = None) -> Block:
+        """Run the model on the block, accept, append, and put the results where they are read."""
+        state = self.state
+        self._hidden_BSC, logits_BSV = self.target.verify(state.block_BS, self.cache)
+        return self.accept(logits_BSV, state.block_BS[:, 1:], view)
+
+    def accept(
+        self, logits_BSV: torch.Tensor, drafts_Bk: torch.Tensor, view: HostView | None = None
+    ) -> Block:
+        """Accept, clip and append a block; that of the prompt has no drafts."""
+        state = self.state
+        scores_BSV = self._process(logits_BSV, view, 0)
+        if self.do_sample:
+            probs_BSV = probabilities(scores_BSV)
+            tokens_BS, num_tokens_B = self._reject(probs_BSV, drafts_Bk)
+            has_weight_B = has_weight(probs_BSV, tokens_BS, num_tokens_B)
+        else:
+            tokens_BS = scores_BSV.argmax(dim=-1)
+            num_tokens_B = accept_greedy(tokens_BS, drafts_Bk)
+            has_weight_B = torch.ones_like(state.finished_B)
+        kept_B, finished_B = clip_block(
+            tokens_BS,
+            num_tokens_B,
+            state.budget - state.counts_B,
+            state.finished_B,
+            state.eos_ids_E,
+        )
+        append_block(state.text_BW, tokens_BS, kept_B, state.prompt_width + state.counts_B)
+        # Only the last token of a block can lack one: a draft without is never accepted.
+        is_drawn_B = has_weight_B | (kept_B < num_tokens_B)
+        state.tokens_BS[:, : tokens_BS.shape[1]].copy_(tokens_BS)
+        state.kept_B.copy_(kept_B)
+        state.counts_B.add_(kept_B)
+        state.finished_B.copy_(finished_B)
+        facts_B3 = torch.stack([kept_B, finished_B.long(), is_drawn_B.long()], dim=1)
+        state.result_BR[:, :FIRST_TOKEN].copy_(facts_B3)
+        state.result_BR[:, FIRST_TOKEN:].copy_(state.tokens_BS)
+        return Block(scores_BSV, logits_BSV)
+
+    def propose(self, view: HostView | None = None) -> None:
+        """Advance by what was kept, and draft behind it."""
+        state = self.state
+        bonus_B = last_kept(state.tokens_BS, state.kept_B)
+        if self.mtp is None:
+            self.cache.advance(state.kept_B)
+            state.block_BS[:, 0].copy_(bonus_B)
+            return
+        assert self._hidden_BSC is not None
+        row = self.mtp.extend(state.tokens_BS, self._hidden_BSC, last_row(state.kept_B), self.cache)
+        self._hidden_BSC = None
+        self.cache.advance(state.kept_B)
+        self.draft(bonus_B, view, *row)
+
+    def draft(
+        self,
+        bonus_B: torch.Tensor,
+        view: HostView | None,
+        hidden_B1C: torch.Tensor,
+        logits_B1V: torch.Tensor,
+        *seed: torch.Tensor,
+    ) -> None:
+        """Propose k tokens behind the bonus token; the first comes from draft-extend's logits.
+
+        Args:
+            seed: latents [B,K,X] and which count [B,K], for steps with a shared index.
+        """
+        assert self.mtp is not None
+        state = self.state
+        held_B = None if self.is_index_shared else self.cache.lengths.clone()
+        drafts, probs = [], []
+        for step in range(self.num_drafts):
+            scores_B1V = self._process(logits_B1V, view, step)
+            if self.do_sample:
+                probs_B1V = probabilities(scores_B1V)
+                probs.append(probs_B1V)
+                draft_B1 = draw(probs_B1V, self._noise(step, Purpose.DRAFT, probs_B1V.shape[-1]))
+            else:
+                draft_B1 = scores_B1V.argmax(dim=-1)
+            drafts.append(draft_B1)
+            if self.processor.needs_text:
+                ends_B1 = (state.prompt_width + state.counts_B + step)[:, None]
+                state.text_BW.scatter_(1, ends_B1, draft_B1)
+            if step == self.num_drafts - 1:
+                break
+            if self.is_index_shared:
+                hidden_B1C, logits_B1V = self.mtp.draft(
+                    draft_B1, hidden_B1C, *seed, self._draft_numbers[step], self.cache.lengths
+                )
+            else:
+                row_B = torch.zeros_like(bonus_B)
+                hidden_B1C, logits_B1V = self.mtp.extend(draft_B1, hidden_B1C, row_B, self.cache)
+                self.cache.advance(1)
+        if held_B is not None:
+            self.cache.set_lengths(held_B)
+        state.block_BS.copy_(torch.cat([bonus_B[:, None], *drafts], dim=1))
+        if state.draft_probs_BkV is not None:
+            state.draft_probs_BkV.copy_(torch.cat(probs, dim=1))
+
+    def _reject(
+        self, probs_BSV: torch.Tensor, drafts_Bk: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Rejection sampling; without drafts in the call, a draw that equals transformers' own."""
+        state = self.state
+        num_drafts = drafts_Bk.shape[1]
+        if state.draft_probs_BkV is None or state.row_keys_B is None:
+            return reject(probs_BSV, probs_BSV[:, :0], drafts_Bk)
+        coins_Bk = uniform(self._keys(num_drafts, Purpose.COIN))
+        # One token of a block is drawn here, so the block's first position is its key.
+        noise_B1V = self._noise(0, Purpose.TOKEN, probs_BSV.shape[-1])
+        return reject(
+            probs_BSV,
+            state.draft_probs_BkV[:, :num_drafts],
+            drafts_Bk,
+            coins_Bk,
+            noise_B1V.squeeze(1),
+        )
+
+    def _noise(self, offset: int, purpose: Purpose, size: int) -> torch.Tensor:
+        """Noise [B,1,size] of the position that many behind each row's text."""
+        return exponential(self._keys(offset + 1, purpose)[:, offset:], size)
+
+    def _keys(self, num_positions: int, purpose: Purpose) -> torch.Tensor:
+        """Keys of the positions behind each row's text [B, num_positions]."""
+        row_keys_B = self.state.row_keys_B
+        assert row_keys_B is not None
+        offsets = torch.arange(num_positions, device=row_keys_B.device)
+        return position_keys(row_keys_B, self.state.counts_B[:, None] + offsets, purpose)
+
+    def _process(
+        self, logits_BSV: torch.Tensor, view: HostView | None, num_drafts_before: int
+    ) -> torch.Tensor:
+        """Scores of rows that follow the text so far and that many drafts."""
+        if view is None:
+            return self.processor(logits_BSV)
+        return self.processor(
+            logits_BSV,
+            self.state.text_BW,
+            [end + num_drafts_before for end in view.ends],
+            view.active,
+            num_drafts_before,
+        )

@@ -1,0 +1,256 @@
+"""When graphs of iterations are captured, found again and given up, on a stand-in for the device.
+
+The stand-in's capture runs nothing: it keeps what was called. A replay calls it. So the texts are
+right only if a replayed iteration needs nothing that the host would have to hand to it.
+"""
+
+from __future__ import annotations
+
+from contextlib import contextmanager, nullcontext
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from glm_compile.errors import UnsupportedError
+from glm_compile.generation import api
+from glm_compile.generation.graphs import GraphedIteration, _explain
+from glm_compile.generation.iteration import Block, Iteration
+from glm_compile.generation.loop import DecodingLoop
+from tests.glm_compile.generation.drafts import (
+    NEW,
+    greedy_reference,
+    padded,
+    prompt_of,
+    random_mtp,
+    run,
+)
+from tests.tiny_models import tiny_config, tiny_model
+
+
+class FakeGraph:
+    """Keeps the iterations that were run while it captured, and runs them in a replay."""
+
+    capturing: FakeGraph | None = None
+
+    def __init__(self) -> None:
+        self.captured: list[Iteration] = []
+
+    def replay(self) -> None:
+        for iteration in self.captured:
+            block = run_iteration(iteration)
+            for name, buffer in iteration.fake_outputs.items():  # type: ignore[attr-defined]
+                buffer.copy_(getattr(block, name))
+
+
+run_iteration = Iteration.run
+
+
+def run_or_capture(iteration: Any, view: Any = None) -> Block:
+    if FakeGraph.capturing is None:
+        return run_iteration(iteration, view)
+    FakeGraph.capturing.captured.append(iteration)
+    state = iteration.state
+    shape = (*state.block_BS.shape, iteration.target.model.config.vocab_size)
+    iteration.fake_outputs = {n: torch.zeros(shape) for n in ("scores_BSV", "logits_BSV")}
+    return Block(**iteration.fake_outputs)
+
+
+@contextmanager
+def capture(graph: FakeGraph, **kwargs: Any) -> Any:
+    FakeGraph.capturing = graph
+    try:
+        yield
+    finally:
+        FakeGraph.capturing = None
+
+
+@pytest.fixture
+def loops(monkeypatch: pytest.MonkeyPatch) -> list[DecodingLoop]:
+    """The loops that calls have run, on the stand-in."""
+    stream = SimpleNamespace(wait_stream=lambda other: None)
+    generator = SimpleNamespace(clone_state=lambda: None, graphsafe_set_state=lambda state: None)
+    for name, value in {
+        "Stream": lambda device: stream,
+        "current_stream": lambda: stream,
+        "stream": lambda s: nullcontext(),
+        "set_stream": lambda s: None,
+        "device": lambda d: nullcontext(),
+        "current_device": lambda: 0,
+        "default_generators": [generator],
+        "graph_pool_handle": lambda: object(),
+        "CUDAGraph": FakeGraph,
+        "graph": capture,
+    }.items():
+        monkeypatch.setattr(torch.cuda, name, value)
+    monkeypatch.setattr(torch.Tensor, "record_stream", lambda tensor, stream: None)
+    monkeypatch.setattr(Iteration, "run", run_or_capture)
+    monkeypatch.setattr(api, "wants_cuda_graph", lambda *args, **kwargs: True)
+    made: list[DecodingLoop] = []
+
+    class Noted(DecodingLoop):
+        def __init__(self, *args: Any, **kwargs: Any) -> None:
+            super().__init__(*args, **kwargs)
+            made.append(self)
+
+    monkeypatch.setattr(api, "DecodingLoop", Noted)
+    return made
+
+
+@pytest.fixture(scope="module")
+def model() -> Any:
+    config = tiny_config(num_hidden_layers=1, first_k_dense_replace=1, indexer_types=["full"])
+    return tiny_model(config)
+
+
+@pytest.fixture
+def steps(model: Any, monkeypatch: pytest.MonkeyPatch) -> api.Steps:
+    """Steps that are kept between calls as a compiled model's are, and run eagerly."""
+    kept = api.Steps(model, None)
+    with kept.borrow_cache(2, 64, 1) as cache:
+        pass
+
+    @contextmanager
+    def borrow(batch_size: int, num_tokens: int, num_layers: int) -> Any:
+        cache.reset()
+        yield cache
+
+    monkeypatch.setattr(kept, "borrow_cache", borrow)
+    monkeypatch.setattr(api.Steps, "of", lambda *args: kept)
+    return kept
+
+
+def pair(length: int = 12) -> torch.Tensor:
+    return torch.cat([prompt_of(length), prompt_of(length, 1)])
+
+
+def assert_plain(result: Any, model: Any, ids: torch.Tensor, count: int = NEW) -> None:
+    for sequence, row in zip(result.sequences, ids):
+        assert torch.equal(sequence, greedy_reference(model, row[None], count)[0])
+
+
+def captures(loop: DecodingLoop) -> int:
+    assert loop.graphed is not None
+    return loop.graphed.num_captures
+
+
+@pytest.mark.parametrize("overlap", [True, False])
+@pytest.mark.parametrize("num_drafts", [0, 2])
+def test_calls_in_turn_share_a_graph(
+    model: Any, steps: Any, loops: list[Any], overlap: bool, num_drafts: int
+) -> None:
+    mtp = random_mtp(model)
+    for length, count in ((12, NEW), (3, 9), (20, 5)):
+        result = run(
+            model, pair(length), mtp, num_draft_tokens=num_drafts, max_new_tokens=count,
+            overlap=overlap,
+        )  # fmt: skip
+        assert_plain(result, model, pair(length), count)
+    assert [captures(loop) for loop in loops] == [1, 1, 1]
+    assert len({id(loop.graphed) for loop in loops}) == 1
+
+
+def test_a_short_call_captures_nothing(model: Any, steps: Any, loops: list[Any]) -> None:
+    """Its one iteration behind the prompt is the warm-up."""
+    assert_plain(run(model, pair(), max_new_tokens=2), model, pair(), 2)
+    assert captures(loops[-1]) == 0
+    assert_plain(run(model, pair()), model, pair())
+    assert captures(loops[-1]) == 1 and loops[0].graphed is loops[1].graphed
+
+
+def test_other_work_has_another_graph(model: Any, steps: Any, loops: list[Any]) -> None:
+    for fields in ({}, {"temperature": 0.5}, {"temperature": 0.6}, {"temperature": 0.5}):
+        run(model, pair(), do_sample=bool(fields), **fields)
+    graphed = [loop.graphed for loop in loops]
+    assert graphed[1] is graphed[3] and len({id(g) for g in graphed}) == 3
+
+
+def test_scores_are_those_of_each_iteration(model: Any, steps: Any, loops: list[Any]) -> None:
+    """A graph writes them to one place; each is copied before the next replay."""
+    result = run(model, pair(), output_scores=True, output_logits=True)
+    assert_plain(result, model, pair())
+    for place, (scores, logits) in enumerate(zip(result.scores, result.logits)):
+        assert torch.equal(scores.argmax(-1), result.sequences[:, 12 + place])
+        assert torch.equal(scores, logits)
+
+
+def test_a_weight_that_moved_is_found(model: Any, steps: Any, loops: list[Any]) -> None:
+    run(model, pair())
+    held = model.lm_head.weight.data
+    model.lm_head.weight.data = held.clone()
+    try:
+        assert_plain(run(model, pair()), model, pair())
+        assert captures(loops[-1]) == 2 and loops[0].graphed is loops[1].graphed
+    finally:
+        model.lm_head.weight.data = held
+
+
+def test_graphs_of_another_cache_are_given_up(model: Any, steps: Any, loops: list[Any]) -> None:
+    run(model, pair())
+    other = api.Steps(model, None)._make_cache(2, 64, 1)
+    request, iteration = loops[0].request, loops[0].iteration
+    with steps.graphs.borrow(request, iteration.target, None, other) as graphed:
+        assert graphed is not loops[0].graphed
+        # A call inside another one finds none.
+        with steps.graphs.borrow(request, iteration.target, None, other) as inner:
+            assert inner is not graphed
+    assert all(g.iteration.cache is other for g in steps.graphs._graphs.values())
+
+
+def test_a_row_that_ends_earlier_stays_as_it_is(model: Any, steps: Any, loops: list[Any]) -> None:
+    ids, mask = padded([prompt_of(12), prompt_of(5, 1)], "left")
+    texts = [greedy_reference(model, row, NEW)[0] for row in (prompt_of(12), prompt_of(5, 1))]
+    stop = int(texts[0][12 + 4])
+
+    def criterion(text: torch.Tensor, scores: Any, **_: Any) -> torch.Tensor:
+        return text[:, -1] == stop
+
+    for fields in ({"eos_token_id": stop}, {"stopping_criteria": [criterion]}):
+        result = run(model, ids, attention_mask=mask, pad_token_id=7, **fields)
+        for b, width in enumerate((12, 5)):
+            new = texts[b][width:].tolist()
+            end = new.index(stop) + 1 if stop in new else NEW
+            got = result.sequences[b, 12:].tolist()
+            assert got == new[:end] + [7] * (len(got) - end)
+
+
+def test_what_cannot_be_captured_is_an_error(
+    model: Any, steps: Any, loops: list[Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    @contextmanager
+    def broken(graph: Any, **kwargs: Any) -> Any:
+        yield
+        raise RuntimeError("operation not permitted when stream is capturing\nmore of it")
+
+    monkeypatch.setattr(torch.cuda, "graph", broken)
+    with pytest.raises(UnsupportedError, match=r"not permitted .*; pass cuda_graph=False"):
+        run(model, pair())
+    monkeypatch.setattr(torch.cuda, "graph", capture)
+    assert_plain(run(model, pair()), model, pair())
+
+
+def test_the_line_that_waits_is_named() -> None:
+    def grouped_mm_experts_forward() -> None:
+        raise RuntimeError("operation not permitted when stream is capturing\nmore")
+
+    def broken_capture() -> None:
+        try:
+            grouped_mm_experts_forward()
+        finally:
+            raise RuntimeError("capture was invalidated")
+
+    with pytest.raises(RuntimeError) as caught:
+        broken_capture()
+    message = _explain(caught.value)
+    assert "test_graphs.py" in message and "in grouped_mm_experts_forward: raise" in message
+    assert "not permitted when stream is capturing" in message and "invalidated" not in message
+    assert "moe_experts" in message and "cuda_graph=False" in message
+
+
+def test_kept_graphs_are_few(model: Any, steps: Any, loops: list[Any]) -> None:
+    for i in range(10):
+        run(model, pair(3), max_new_tokens=2, do_sample=True, temperature=1 + i / 10)
+    kept = list(steps.graphs._graphs.values())
+    assert len(kept) == 8 and all(isinstance(g, GraphedIteration) for g in kept)
+    assert kept[-1] is loops[-1].graphed
