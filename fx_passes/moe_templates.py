@@ -128,8 +128,8 @@ class Match:
             if text in self.inputs:
                 return self.nodes.setdefault(text, value) is value
             return self.nodes.get(text) is value
-        if text in self.inputs:
-            return False
+        if text in self.inputs or text in self.nodes:
+            return False  # a number where a tensor is expected
         try:
             return bool(value == _NUMBERS[text] if text in _NUMBERS else value == float(text))
         except ValueError:  # a word
