@@ -20,7 +20,11 @@ from glm_compile.ops.moe.config import (
     MAX_STAGES,
     stream_config_for,
 )
-from glm_compile.ops.moe.reference import moe_experts_grouped, moe_experts_reference
+from glm_compile.ops.moe.reference import (
+    grouped_products,
+    moe_experts_grouped,
+    moe_experts_reference,
+)
 from glm_compile.ops.moe.router import moe_router
 
 __all__ = ["moe_experts", "moe_router"]
@@ -184,10 +188,26 @@ def _run_triton(*args: torch.Tensor) -> torch.Tensor:
     return moe_experts_triton(*args)
 
 
+def _run_grouped_mm(
+    x: torch.Tensor,
+    weights: torch.Tensor,
+    ids: torch.Tensor,
+    gate_up: torch.Tensor,
+    down: torch.Tensor,
+) -> torch.Tensor:
+    if _dispatch.why_no_triton(x) is not None:
+        return moe_experts_grouped(x, weights, ids, gate_up, down)
+    from glm_compile.ops.moe.triton_kernel import sum_pairs
+
+    # One pass over the products instead of five, with fp32 copies among them.
+    products, places = grouped_products(x, ids, gate_up, down)
+    return sum_pairs(products, weights, ids, gate_up.shape[0], x.dtype, places)
+
+
 _CUTE = _dispatch.Backend("cute", _why_not_cute, _run_cute)
 _TRITON = _dispatch.Backend("triton", _why_not_triton, _run_triton)
 _OTHERS = (
-    _dispatch.Backend("grouped_mm", _why_not_grouped_mm, moe_experts_grouped),
+    _dispatch.Backend("grouped_mm", _why_not_grouped_mm, _run_grouped_mm),
     _dispatch.Backend("reference", _dispatch.always, moe_experts_reference),
 )
 

@@ -114,6 +114,24 @@ def sort_pairs(
     return sorted_P, order_P, starts_E, counts_E
 
 
+def grouped_products(
+    x_MC: torch.Tensor, ids_MK: torch.Tensor, gate_up: torch.Tensor, down: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return (products [P, C] sorted by expert, place of each pair among them).
+
+    By torch's grouped product. Rows of no expert come last and hold anything.
+    """
+    num_experts = gate_up.shape[0]
+    _, order_P, starts_E, counts_E = sort_pairs(ids_MK.reshape(-1), num_experts)
+    ends_E = (starts_E + counts_E).to(torch.int32)
+    rows_PC = x_MC[order_P // ids_MK.shape[1]]
+    hidden_PI = swiglu(F.grouped_mm(rows_PC, gate_up.transpose(1, 2), offs=ends_E))
+    products_PC = F.grouped_mm(hidden_PI, down.transpose(1, 2), offs=ends_E)
+    places_P = torch.empty_like(order_P)
+    places_P[order_P] = torch.arange(order_P.shape[0], device=order_P.device)
+    return products_PC, places_P
+
+
 def moe_experts_grouped(
     x_MC: torch.Tensor,
     weights_MK: torch.Tensor,
@@ -122,17 +140,7 @@ def moe_experts_grouped(
     down: torch.Tensor,
 ) -> torch.Tensor:
     """The same through torch's grouped product, as transformers computes it."""
-    ids_P = ids_MK.reshape(-1)
-    num_experts, num_pairs = gate_up.shape[0], ids_P.shape[0]
-    sorted_P, order_P, starts_E, counts_E = sort_pairs(ids_P, num_experts)
-    ends_E = (starts_E + counts_E).to(torch.int32)
-    # The product leaves rows of no expert as they were in memory.
-    is_expert_P1 = (sorted_P < num_experts)[:, None]
-    hidden = swiglu(
-        F.grouped_mm(x_MC[order_P // ids_MK.shape[1]], gate_up.transpose(1, 2), offs=ends_E)
-    )
-    product = F.grouped_mm(hidden, down.transpose(1, 2), offs=ends_E)
-    product = product.masked_fill(~is_expert_P1, 0.0)
-    back_P = torch.empty_like(order_P)
-    back_P[order_P] = torch.arange(num_pairs, device=order_P.device)
-    return sum_experts(product[back_P], weights_MK, x_MC.dtype)
+    products_PC, places_P = grouped_products(x_MC, ids_MK, gate_up, down)
+    is_expert = (ids_MK >= 0) & (ids_MK < gate_up.shape[0])
+    expert_PC = products_PC[places_P].masked_fill(~is_expert.reshape(-1, 1), 0.0)
+    return sum_experts(expert_PC, weights_MK, x_MC.dtype)

@@ -69,7 +69,8 @@ def expert_kernel(
     pair_of_row = row * TOP + own_slot
     x_row = row if IS_GATED else pair_of_row
     x_at = x + x_row.to(tl.int64)[None, :] * stride_xm + column[:, None]
-    up_offset = num_features.to(tl.int64) * stride_wn
+    # A cast by name: a size of 1 is a constant here, which has no methods.
+    up_offset = tl.cast(num_features, tl.int64) * stride_wn
 
     product = tl.zeros((BLOCK_N, BLOCK_M), dtype=tl.float32)
     up_product = product
@@ -105,28 +106,34 @@ def sum_kernel(
     ids,
     stride_im,
     stride_ik,
+    places,
     output,
     num_experts,
     num_features,
     TOP: tl.constexpr,
     BLOCK_N: tl.constexpr,
 ):
-    """Weighted sum of a token's pairs, in their order."""
-    token = tl.program_id(1).to(tl.int64)
-    feature = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
+    """Weighted sum of a token's pairs, in their order.
+
+    Without `places` a pair's product is in its own row, that of equal ones in the first one's.
+    """
+    token = tl.program_id(0).to(tl.int64)
+    feature = tl.program_id(1) * BLOCK_N + tl.arange(0, BLOCK_N)
     has_feature = feature < num_features
     total = tl.zeros((BLOCK_N,), dtype=tl.float32)
     for slot in tl.static_range(TOP):
         expert = tl.load(ids + token * stride_im + slot * stride_ik)
         weight = tl.load(weights + token * stride_wm + slot * stride_wk).to(tl.float32)
-        source = slot
-        for earlier in tl.static_range(slot):
-            # The first of equal ones was computed.
-            other = tl.load(ids + token * stride_im + (slot - 1 - earlier) * stride_ik)
-            source = tl.where(other == expert, slot - 1 - earlier, source)
+        if places is None:
+            row = token * TOP + slot
+            for earlier in tl.static_range(slot):
+                other = tl.load(ids + token * stride_im + (slot - 1 - earlier) * stride_ik)
+                row = tl.where(other == expert, token * TOP + slot - 1 - earlier, row)
+        else:
+            row = tl.load(places + token * TOP + slot)
         inside = has_feature & (expert >= 0) & (expert < num_experts)
-        at = products + (token * TOP + source) * num_features + feature
-        total += tl.where(inside, weight * tl.load(at, mask=inside, other=0.0), 0.0)
+        product = tl.load(products + row * num_features + feature, mask=inside, other=0.0)
+        total += tl.where(inside, weight * product.to(tl.float32), 0.0)
     tl.store(
         output + token * num_features + feature,
         total.to(output.dtype.element_ty),
@@ -189,15 +196,31 @@ def moe_experts_triton(
         x_MC = x_MC.contiguous()
     hidden_PI = x_MC.new_empty((num_tokens * num_top, num_inner))
     product_PC = x_MC.new_empty((num_tokens * num_top, num_hidden), dtype=torch.float32)
-    output_MC = x_MC.new_empty((num_tokens, num_hidden))
     run_product(x_MC, ids_MK, gate_up, hidden_PI, is_gated=True)
     run_product(hidden_PI, ids_MK, down, product_PC, is_gated=False)
-    sum_kernel[(triton.cdiv(num_hidden, _SUM_BLOCK), num_tokens)](
+    return sum_pairs(product_PC, weights_MK, ids_MK, num_experts, x_MC.dtype)
+
+
+def sum_pairs(
+    product_PC: torch.Tensor,
+    weights_MK: torch.Tensor,
+    ids_MK: torch.Tensor,
+    num_experts: int,
+    dtype: torch.dtype,
+    places_P: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """Launch the last kernel: each token's weighted sum [M, C]."""
+    num_tokens, num_top = ids_MK.shape
+    num_hidden = product_PC.shape[1]
+    output_MC = product_PC.new_empty((num_tokens, num_hidden), dtype=dtype)
+    # Tokens come first: a grid's first axis is the one without a limit of 65535.
+    sum_kernel[(num_tokens, triton.cdiv(num_hidden, _SUM_BLOCK))](
         product_PC,
         weights_MK,
         *weights_MK.stride(),
         ids_MK,
         *ids_MK.stride(),
+        places_P,
         output_MC,
         num_experts,
         num_hidden,

@@ -186,6 +186,18 @@ def test_triton_error_is_that_of_plain_torch(device, M, E, C, I, K, ids, dtype):
 
 
 @pytest.mark.parametrize("device", TRITON_DEVICES)
+def test_triton_sums_what_the_grouped_product_leaves(device):
+    from glm_compile.ops.moe.triton_kernel import sum_pairs
+
+    inputs = make_inputs(9, 5, 64, 32, 3, device=device, ids="any")
+    x, weights, ids, gate_up, down = inputs
+    products, places = moe_reference.grouped_products(x, ids, gate_up, down)
+    is_expert = (ids.flatten() >= 0) & (ids.flatten() < 5)
+    products[places[~is_expert]] = float("nan")
+    check_error(sum_pairs(products, weights, ids, 5, BF16, places), *inputs)
+
+
+@pytest.mark.parametrize("device", TRITON_DEVICES)
 def test_triton_rows_do_not_depend_on_the_others(device):
     x, weights, ids, gate_up, down = make_inputs(9, 5, 72, 40, 3, device=device)
     whole = moe_experts(x, weights, ids, gate_up, down, backend="triton")
