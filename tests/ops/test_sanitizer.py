@@ -91,6 +91,17 @@ for num_rows, shape in ((1, (200, 1024)), (6, (100, 1000)), (16, (2784, 512))):
     assert (got.double() - want).abs().max() <= 2**-7 * want.abs().max()
 """,
     ),
+    "moe_experts": Script(
+        "ExpertKernel",
+        """
+from glm_compile.ops.moe import moe_experts
+from tests.ops.test_moe import check_error, make_inputs
+
+for tokens, sizes, ids in ((1, (3, 64, 24, 2), "topk"), (11, (5, 520, 40, 8), "any")):
+    inputs = make_inputs(tokens, *sizes, device="cuda", ids=ids)
+    check_error(moe_experts(*inputs, backend="cute"), *inputs)
+""",
+    ),
     "mla_absorb": Script(
         "MlaAbsorbKernel",
         """
