@@ -8,9 +8,9 @@ it needs the same shapes and processors, on the same cache, with all weights whe
 
 from __future__ import annotations
 
+import contextlib
 import traceback
 from collections.abc import Iterator
-from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -94,16 +94,24 @@ class GraphedIteration:
             ):
                 block = self.iteration.run()
         except BaseException as error:
-            # A capture that breaks off leaves its stream, and a generator that takes itself for
-            # captured and refuses to draw.
+            # A capture that breaks off leaves its stream, a generator that takes itself for
+            # captured and refuses to draw, and an allocator that still serves the pool.
             torch.cuda.set_stream(current)
             generator.graphsafe_set_state(random_numbers)
+            self._leave_pool()
             if not isinstance(error, Exception):
                 raise
             raise UnsupportedError(_explain(error)) from error
         self._block = block if self.keeps_block else None
         self._graph = graph
         self.num_captures += 1
+
+    def _leave_pool(self) -> None:
+        end = getattr(torch._C, "_cuda_endAllocateToPool", None)
+        # It raises where the capture's own end has done it.
+        with contextlib.suppress(RuntimeError):
+            if end is not None and self._pool is not None:
+                end(torch.cuda.current_device(), self._pool)
 
 
 class GraphStore:
@@ -113,7 +121,7 @@ class GraphStore:
         self._graphs: dict[Any, GraphedIteration] = {}
         self._pool: Any = None
 
-    @contextmanager
+    @contextlib.contextmanager
     def borrow(
         self, request: Request, target: TargetSteps, mtp: MtpSteps | None, cache: PagedCache
     ) -> Iterator[GraphedIteration]:

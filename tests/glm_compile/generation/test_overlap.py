@@ -6,6 +6,7 @@ Each result is compared with that of a host which waits for every iteration.
 from __future__ import annotations
 
 import dataclasses
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -47,6 +48,12 @@ def texts(model: Any) -> list[list[int]]:
     return [
         greedy_reference(model, row, 24)[0].tolist() for row in (prompt_of(12), prompt_of(5, 1))
     ]
+
+
+@pytest.fixture(scope="module")
+def trained() -> tuple[Any, Any]:
+    folder = Path(__file__).parents[3] / "examples" / "tiny_glm52"
+    return glm_compile.load(folder, device="cpu", dtype=torch.float32)
 
 
 @pytest.fixture
@@ -316,6 +323,20 @@ def test_a_call_inside_another_one(model: Any) -> None:
     outer = run(model, ids, mtp, num_draft_tokens=2, streamer=Nested()).sequences
     assert torch.equal(outer, greedy_reference(model, ids, NEW))
     assert all(torch.equal(i, greedy_reference(model, prompt_of(5, 1), 4)) for i in inner)
+
+
+@pytest.mark.parametrize("do_sample", [False, True])
+def test_a_trained_draft_is_accepted_as_often(trained: tuple[Any, Any], do_sample: bool) -> None:
+    model, mtp = trained
+    words = torch.randint(5, 400, (2, 8), generator=torch.Generator().manual_seed(2))
+    ids = words.repeat(1, 5)  # a loop, which the model goes on with
+    results = []
+    for overlap in (False, True):
+        torch.manual_seed(1)
+        fields = {"do_sample": do_sample, "temperature": 0.6, "max_new_tokens": 14}
+        results.append(run(model, ids, mtp, overlap=overlap, **fields))
+    assert_same(*results)
+    assert results[0].accept_lengths[:-1].float().mean() > 1.3, results[0].accept_lengths
 
 
 # -- CUDA graphs: what can be decided without a device --------------------------------------------
