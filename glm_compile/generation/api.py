@@ -242,7 +242,8 @@ def warmup(
 
     Decodes a few tokens behind a short prompt for each batch size, so that the prompt's, verify's,
     decode's and draft's graphs exist. A later call compiles again only if it needs a larger cache
-    than any before it. CUDA graphs of iterations are captured by the first call that needs them.
+    than any before it. On a CUDA device the iterations of calls with the model's own generation
+    config are captured as well; those of others, by the first call.
 
     Args:
         model: compiled, or plain (then there is nothing to compile, and it runs once).
@@ -290,8 +291,32 @@ def warmup(
                         max_cache_len=max_cache_len,
                         do_sample=False,
                     )
+            if compiler is not None and device.type == "cuda":
+                for count in dict.fromkeys((num_drafts, 0)):
+                    _capture_ahead(model, mtp, prompt, count, max_cache_len)
             seconds[batch_size] = time.perf_counter() - start
     return seconds
+
+
+def _capture_ahead(
+    model: Any, mtp: Any, prompt: torch.Tensor, num_drafts: int, max_cache_len: int | None
+) -> None:
+    """Decode two iterations or more as the model's generation config says: the second is captured.
+
+    A text that ends before is a graph that the first call will capture.
+    """
+    config = model.generation_config
+    with torch.random.fork_rng(devices=[prompt.device] if prompt.is_cuda else []):
+        generate(
+            model,
+            prompt,
+            attention_mask=torch.ones_like(prompt),
+            mtp=mtp,
+            num_draft_tokens=num_drafts,
+            max_new_tokens=1 + 2 * (1 + num_drafts) + 1,
+            max_cache_len=max_cache_len,
+            pad_token_id=0 if config.pad_token_id is None else config.pad_token_id,
+        )
 
 
 def num_graphs(num_drafts: int) -> int:

@@ -135,6 +135,17 @@ def captures(loop: DecodingLoop) -> int:
     return loop.graphed.num_captures
 
 
+@pytest.mark.parametrize("num_drafts", [0, 2])
+def test_a_graph_that_was_captured_ahead_is_found(
+    model: Any, steps: Any, loops: list[Any], num_drafts: int
+) -> None:
+    mtp, state = random_mtp(model), torch.get_rng_state()
+    api._capture_ahead(model, mtp, torch.ones(2, 3, dtype=torch.long), num_drafts, None)
+    assert captures(loops[-1]) == 1 and torch.equal(torch.get_rng_state(), state)
+    api.generate(model, pair(), mtp=mtp, num_draft_tokens=num_drafts, max_new_tokens=NEW)
+    assert captures(loops[-1]) == 1 and loops[0].graphed is loops[1].graphed
+
+
 @pytest.mark.parametrize("overlap", [True, False])
 @pytest.mark.parametrize("num_drafts", [0, 2])
 def test_calls_in_turn_share_a_graph(

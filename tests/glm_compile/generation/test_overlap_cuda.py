@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 import torch
 
+import glm_compile
 from glm_compile.errors import UnsupportedError
 from glm_compile.generation import api
 from glm_compile.generation.loop import DecodingLoop
@@ -161,6 +162,16 @@ def test_calls_in_turn_share_a_graph(models: Any, loops: list[Any]) -> None:
     assert graphed.num_captures == 1
     generate(models[1], prompt_of(12), cuda_graph=True, do_sample=True, temperature=0.5)
     assert loops[-1].graphed is not graphed
+
+
+def test_warmup_captures_what_a_call_in_bfloat16_replays(models: Any, loops: list[Any]) -> None:
+    model, mtp = on_gpu(tiny_model(models[0][0].config, dtype=torch.bfloat16))
+    glm_compile.warmup(model, mtp, num_draft_tokens=3)
+    glm_compile.generate(
+        model, prompt_of(12).cuda(), mtp=mtp, num_draft_tokens=3, max_new_tokens=NEW
+    )
+    assert loops[-1].graphed.num_captures == 1
+    assert loops[-1].graphed in [loop.graphed for loop in loops[:-1]]
 
 
 def test_a_weight_that_moved_is_found(models: Any, loops: list[Any]) -> None:
