@@ -15,6 +15,8 @@ from glm_compile.ops._cute.device import load_shared_v2, shared_address
 VECTOR = 4
 # The key of the lowest finite score.
 LOWEST = 0x00800000
+# The key of zero, of either sign.
+ZERO = 0x80000000
 
 
 @dataclass(frozen=True)

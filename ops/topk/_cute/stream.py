@@ -21,6 +21,7 @@ from glm_compile.ops.topk._cute.entries import (
     BUFFERED,
     LOWEST,
     VECTOR,
+    ZERO,
     BufferEntries,
     add_to_state,
     is_selected,
@@ -97,7 +98,11 @@ class Stream(Threshold):
         # The same test twice, written in two ways: a compiler that sees one keeps its results, for
         # which it has too few predicates.
         lowest = score_of_key(bound)
-        below = score_of_key(bound - Uint32(1))
+        under = bound - Uint32(1)
+        if under == Uint32(ZERO - 1):
+            # No score has this key: it would be -0.0, and +0.0 is not above that.
+            under -= Uint32(1)
+        below = score_of_key(under)
         scores: list = []
         for tile in tiles:
             scores += tile
