@@ -10,7 +10,7 @@ from dataclasses import dataclass
 # Pairs of a token and an expert that one launch takes: 16 tokens of 8 experts, twice.
 MAX_PAIRS = 256
 # Up to so many pairs the CuTe kernels are the faster ones: Triton's programs are too few to share
-# the GPU out evenly (one token on an H200: 142 us to 166; six tokens: 777 us to 733).
+# the GPU out evenly (one, two, three tokens on an H200: 147 us to 170, 287 to 291, 425 to 412).
 CUTE_PAIRS = 16
 # Tokens of one program of the Triton kernels.
 BLOCK_TOKENS = 16
