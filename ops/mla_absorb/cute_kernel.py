@@ -345,7 +345,10 @@ class MlaAbsorbKernel:
 
     def _sum_offset(self, row, feature):
         """Bytes ahead of a sum in its part; the swizzle lets a warp's stores use all banks."""
-        return (row * self.v.tile + (feature ^ (row // 2 % 4 * 8))) * 4
+        # A wider swizzle would put what is at a row's end into the next one.
+        eights = self.v.tile // 8
+        groups = min(eights & -eights, 4)
+        return (row * self.v.tile + (feature ^ (row // 2 % groups * 8))) * 4
 
     def _put_sums(self, total, part, lane) -> None:
         for tile in range(self.v.tile // 16):

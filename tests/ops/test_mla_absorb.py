@@ -52,7 +52,9 @@ def library(q_nope, q_rot, o, weight):
 def check(inputs, backend=None):
     """Both ops with errors at most twice the library's, mean and largest, plus half a digit.
 
-    A digit of float32 is that of the summands: the order of a sum shows where it cancels out.
+    A digit of float32 is that of the summands, and a sum of K of them in another order than the
+    library's may differ by a random walk of K roundings; products of half-size numbers are exact
+    in the fp32 that sums them up.
     """
     q_nope, q_rot, o, weight = inputs
     num_values = weight.shape[0] // q_nope.shape[-2] - q_nope.shape[-1]
@@ -61,7 +63,8 @@ def check(inputs, backend=None):
         project_values(o, weight, num_values=num_values, backend=backend),
     )
     least = 1.0 if weight.dtype == torch.float32 else 2.0**-6
-    for output, plain, expected in zip(outputs, library(*inputs), oracles(*inputs), strict=True):
+    results = zip(outputs, library(*inputs), oracles(*inputs), (q_nope, o), strict=True)
+    for output, plain, expected, reduced in results:
         assert output.is_contiguous() and output.dtype == plain.dtype
         assert output.shape == plain.shape
         if not output.numel():
@@ -69,8 +72,9 @@ def check(inputs, backend=None):
         digit = expected.abs().clamp_min(least) * torch.finfo(weight.dtype).eps
         error = (output.double() - expected).abs() / digit
         plain_error = (plain.double() - expected).abs() / digit
-        assert error.mean() <= 2 * plain_error.mean() + 0.05
-        assert error.max() <= 2 * plain_error.max() + 0.5
+        walk = reduced.shape[-1] ** 0.5 if weight.dtype == torch.float32 else 0.0
+        assert error.mean() <= 2 * plain_error.mean() + 0.05 + walk / 8
+        assert error.max() <= 2 * plain_error.max() + 0.5 + walk
     rank = weight.shape[1]
     assert torch.equal(outputs[0][..., rank:], q_rot)
     return outputs

@@ -42,6 +42,19 @@ def test_tiles_divide_the_matrices():
         assert V % value_tile(H, V) == 0 and value_tile(H, V) % 16 == 0
 
 
+@pytest.mark.parametrize("tile", [16, 32, 48, 64, 128])
+def test_sums_of_a_tile_lie_apart(tile):
+    pytest.importorskip("cutlass")
+    from glm_compile.ops.mla_absorb.cute_kernel import MlaAbsorbKernel, Variant
+
+    kernel = MlaAbsorbKernel(Variant(512, tile * 3, tile, False, row_blocks=2))
+    offsets = [kernel._sum_offset(row, f) for row in range(16) for f in range(tile)]
+    assert sorted(offsets) == [4 * i for i in range(16 * tile)]
+    assert max(offsets) < kernel.part_bytes
+    # Two adjacent features of a row are read at once.
+    assert all(kernel._sum_offset(3, f) + 4 == kernel._sum_offset(3, f + 1) for f in (0, 6, 14))
+
+
 @pytest.mark.parametrize(
     "change, reason",
     [
