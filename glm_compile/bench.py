@@ -97,7 +97,10 @@ def make_model(config: Any, device: str | torch.device, seed: int = 0) -> Any:
     model.to_empty(device=device)
     model.eval().requires_grad_(False)
     for name, parameter in model.named_parameters():
-        if parameter.dim() > 1:
+        if "embed_tokens" in name:
+            # As large as a layer's output: tokens stay unlike each other, and meet other experts.
+            parameter.normal_()
+        elif parameter.dim() > 1:
             parameter.normal_(0.0, parameter.shape[-1] ** -0.5)
         elif "norm" in name and name.endswith("weight"):
             parameter.fill_(1.0)
@@ -232,7 +235,7 @@ def time_step(
         gc.collect()
         if device.type == "cuda":
             torch.cuda.empty_cache()
-    num_experts, weight_bytes = _read_weights(model, query_len)
+    num_experts, weight_bytes = read_weights(model, query_len, cache_len)
     name = torch.cuda.get_device_name(device) if device.type == "cuda" else "CPU"
     bandwidth = READ_BANDWIDTH.get(name)
     return StepTime(
@@ -305,11 +308,12 @@ def kernel_times(step: Callable[[], Any], replays: int = 3) -> list[tuple[str, i
 
 
 @torch.no_grad()
-def _read_weights(model: Any, query_len: int) -> tuple[int, int]:
+def read_weights(model: Any, query_len: int, cache_len: int = 8192) -> tuple[int, int]:
     """(distinct experts, bytes of weights) of a step; each expert that is met counts once a layer.
 
-    The experts are those that as many random tokens meet over a short cache: which ones they are
-    depends on the hidden states, how many hardly does.
+    The experts are those that as many random tokens meet in the plain model over a cache of the
+    same kind, of 4096 tokens at most: which ones they are depends on the hidden states, how many
+    hardly does.
     """
     met: dict[str, int] = {}
     expert_bytes = 0
@@ -327,8 +331,11 @@ def _read_weights(model: Any, query_len: int) -> tuple[int, int]:
         hooks.append((module.register_forward_hook(note), name, experts))
     try:
         device = model.lm_head.weight.device
+        cache_len = min(cache_len, 4096)
+        cache = make_cache(model, "glm", query_len, cache_len)
         ids_BS = torch.randint(0, model.config.vocab_size, (1, query_len), device=device)
-        model(ids_BS, use_cache=False)
+        positions_BS = torch.arange(cache_len - query_len, cache_len, device=device)[None]
+        model(ids_BS, position_ids=positions_BS, use_cache=True, **{cache_argument(): cache})
     finally:
         for hook, _, _ in hooks:
             hook.remove()

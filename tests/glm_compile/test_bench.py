@@ -56,7 +56,7 @@ def test_a_step_stays_where_it_is(model, backend, monkeypatch):
 def test_experts_are_counted_once_and_their_bytes_with_them(model):
     config = model.config
     num_moe = sum(kind == "sparse" for kind in config.mlp_layer_types)
-    num_experts, num_bytes = bench._read_weights(model, 1)
+    num_experts, num_bytes = bench.read_weights(model, 1)
     assert num_experts == num_moe * config.num_experts_per_tok
     experts = 3 * config.moe_intermediate_size * config.hidden_size * 2
     router = [module for name, module in model.named_modules() if name.endswith("mlp.gate")]
