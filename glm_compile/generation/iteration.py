@@ -90,6 +90,7 @@ class Iteration:
         self.state = DecodingState.allocate(
             request, target.model.config.vocab_size, device, min_text_width
         )
+        self._first_row_B = torch.zeros(request.batch_size, dtype=torch.long, device=device)
         self._draft_numbers = torch.arange(max(request.num_drafts, 1), device=device)
         self._hidden_BSC: torch.Tensor | None = None
 
@@ -188,8 +189,9 @@ class Iteration:
                     draft_B1, hidden_B1C, *seed, self._draft_numbers[step], self.cache.lengths
                 )
             else:
-                row_B = torch.zeros_like(bonus_B)
-                hidden_B1C, logits_B1V = self.mtp.extend(draft_B1, hidden_B1C, row_B, self.cache)
+                hidden_B1C, logits_B1V = self.mtp.extend(
+                    draft_B1, hidden_B1C, self._first_row_B, self.cache
+                )
                 self.cache.advance(1)
         if held_B is not None:
             self.cache.set_lengths(held_B)
