@@ -72,10 +72,11 @@ class StreamConfig:
             self.tile % 8
             or self.stage_columns % (32 * self.num_warps)
             or self.num_loaders not in (1, 2, 4, 8)
+            or (self.num_warps + self.num_loaders) * 32 < MAX_PAIRS
         ):
             raise ValueError(
                 "moe_experts: a tile must be a multiple of 8 rows, a stage one of 32 columns a "
-                f"warp, and loaders 1, 2, 4 or 8, got {self}"
+                f"warp, loaders 1, 2, 4 or 8, and threads at least {MAX_PAIRS}, got {self}"
             )
 
 

@@ -33,13 +33,21 @@ def moe_experts_reference(
         expert_PC = _by_expert(x_MC, ids_P, num_top, gate_up, down)
     else:
         expert_PC = _by_blocks(x_MC, ids_P, num_top, gate_up, down)
-    return sum_experts(expert_PC, weights_MK, x_MC.dtype)
+    return sum_experts(expert_PC, weights_MK, ids_MK, gate_up.shape[0], x_MC.dtype)
 
 
 def sum_experts(
-    expert_PC: torch.Tensor, weights_MK: torch.Tensor, dtype: torch.dtype
+    expert_PC: torch.Tensor,
+    weights_MK: torch.Tensor,
+    ids_MK: torch.Tensor,
+    num_experts: int,
+    dtype: torch.dtype,
 ) -> torch.Tensor:
-    """Weighted sum of each token's pairs, accumulated in fp32 at least."""
+    """Weighted sum of each token's pairs, accumulated in fp32 at least.
+
+    A pair of no expert counts nothing, whatever its weight: 0 * NaN would be NaN.
+    """
+    weights_MK = weights_MK.masked_fill((ids_MK < 0) | (ids_MK >= num_experts), 0.0)
     wide = torch.promote_types(torch.promote_types(dtype, weights_MK.dtype), torch.float32)
     weighted = expert_PC.to(wide) * weights_MK.reshape(-1, 1).to(wide)
     return weighted.view(*weights_MK.shape, expert_PC.shape[1]).sum(1).to(dtype)
@@ -143,4 +151,4 @@ def moe_experts_grouped(
     products_PC, places_P = grouped_products(x_MC, ids_MK, gate_up, down)
     is_expert = (ids_MK >= 0) & (ids_MK < gate_up.shape[0])
     expert_PC = products_PC[places_P].masked_fill(~is_expert.reshape(-1, 1), 0.0)
-    return sum_experts(expert_PC, weights_MK, x_MC.dtype)
+    return sum_experts(expert_PC, weights_MK, ids_MK, gate_up.shape[0], x_MC.dtype)
