@@ -20,6 +20,7 @@ from glm_compile.generation.iteration import Iteration
 from glm_compile.generation.loop import DecodingLoop, needed_cache_len
 from glm_compile.generation.output import GenerationOutput, assemble
 from glm_compile.generation.request import (
+    CAPTURES_BY_DEFAULT,
     DEFAULT_NUM_DRAFT_TOKENS,
     build_request,
     check_capacity,
@@ -97,10 +98,10 @@ def generate(
             processor that looks at the text (a repetition penalty, or one of the caller's own) runs
             on the host in the middle of every iteration: such a call waits, whatever is said here.
             On the CPU nothing runs beside the host; one iteration may be computed in vain.
-        cuda_graph: whether the iteration is captured in a CUDA graph, in the first call of its
-            kind, and replayed. None: for a compiled model in bfloat16 or float16 on a CUDA device,
-            unless a processor needs the host. A plain model captures anew in each call, if asked.
-            Work that cannot be captured is an UnsupportedError that names it.
+        cuda_graph: True captures the iteration in a CUDA graph, in the first call of its kind, and
+            replays it; that needs a CUDA device and no processor that looks at the text. A plain
+            model captures anew in each call. Work that cannot be captured is an UnsupportedError
+            that names it. None: no graph in this version.
         index_share: whether draft steps reuse the selection of the last accepted row and write
             nothing; None: as `index_share_for_mtp_iteration` of the config.
         generate_kwargs: any field of GenerationConfig; also `tokenizer` for `stop_strings`,
@@ -242,8 +243,7 @@ def warmup(
 
     Decodes a few tokens behind a short prompt for each batch size, so that the prompt's, verify's,
     decode's and draft's graphs exist. A later call compiles again only if it needs a larger cache
-    than any before it. On a CUDA device the iterations of calls with the model's own generation
-    config are captured as well; those of others, by the first call.
+    than any before it. CUDA graphs of iterations are captured by the first call that asks for them.
 
     Args:
         model: compiled, or plain (then there is nothing to compile, and it runs once).
@@ -291,7 +291,7 @@ def warmup(
                         max_cache_len=max_cache_len,
                         do_sample=False,
                     )
-            if compiler is not None and device.type == "cuda":
+            if CAPTURES_BY_DEFAULT and compiler is not None and device.type == "cuda":
                 for count in dict.fromkeys((num_drafts, 0)):
                     _capture_ahead(model, mtp, prompt, count, max_cache_len)
             seconds[batch_size] = time.perf_counter() - start

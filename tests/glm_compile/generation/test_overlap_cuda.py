@@ -16,7 +16,7 @@ import torch
 
 import glm_compile
 from glm_compile.errors import UnsupportedError
-from glm_compile.generation import api
+from glm_compile.generation import api, request
 from glm_compile.generation.loop import DecodingLoop
 from glm_compile.generation.state import ResultRing
 from tests.glm_compile.generation.drafts import padded, prompt_of, random_mtp, run
@@ -164,7 +164,11 @@ def test_calls_in_turn_share_a_graph(models: Any, loops: list[Any]) -> None:
     assert loops[-1].graphed is not graphed
 
 
-def test_warmup_captures_what_a_call_in_bfloat16_replays(models: Any, loops: list[Any]) -> None:
+def test_warmup_captures_what_a_call_in_bfloat16_replays(
+    models: Any, loops: list[Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(request, "CAPTURES_BY_DEFAULT", True)
+    monkeypatch.setattr(api, "CAPTURES_BY_DEFAULT", True)
     model, mtp = on_gpu(tiny_model(models[0][0].config, dtype=torch.bfloat16))
     glm_compile.warmup(model, mtp, num_draft_tokens=3)
     glm_compile.generate(
