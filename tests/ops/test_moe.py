@@ -97,9 +97,7 @@ def test_paths_of_other_devices_compute_the_same(M, E, C, I, K, ids, path):  # n
         output = moe_reference.moe_experts_grouped(*inputs)
     else:
         products = moe_reference._by_blocks(x, chosen.flatten(), K, gate_up, down)
-        output = moe_reference.sum_experts(
-            products, weights, chosen, gate_up.shape[0], x.dtype
-        )
+        output = moe_reference.sum_experts(products, weights, chosen, gate_up.shape[0], x.dtype)
     check_error(output, *inputs)
 
 
