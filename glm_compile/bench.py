@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import copy
 import gc
+import os
 import statistics
 import time
 from collections.abc import Callable
@@ -162,6 +163,29 @@ def check_lengths(query_len: int, cache_len: int) -> None:
         )
 
 
+def check_memory(model: Any, cache_len: int) -> None:
+    """Raise ValueError where a cache alone is larger than the device's whole memory."""
+    config, device = model.config, model.lm_head.weight.device
+    row = config.kv_lora_rank + config.qk_rope_head_dim + config.index_head_dim
+    needed = 2 * row * config.num_hidden_layers * cache_len
+    if device.type == "cuda":
+        there = torch.cuda.get_device_properties(device).total_memory
+    else:
+        there = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    if needed > there:
+        raise ValueError(
+            f"bench: a cache of cache_len={cache_len} tokens takes {needed / 1e9:.0f} GB, and "
+            f"{device} has {there / 1e9:.0f} GB; choose a smaller cache_len"
+        )
+
+
+def _tokens(model: Any, query_len: int) -> torch.Tensor:
+    """The step's token ids, the same for all backends."""
+    generator = torch.Generator().manual_seed(query_len)
+    ids_BS = torch.randint(0, model.config.vocab_size, (1, query_len), generator=generator)
+    return ids_BS.to(model.lm_head.weight.device)
+
+
 def make_step(model: Any, backend: str, query_len: int, cache_len: int) -> Callable[[], Any]:
     """A function that runs one step over a cache of its own and leaves the lengths as they are.
 
@@ -171,9 +195,10 @@ def make_step(model: Any, backend: str, query_len: int, cache_len: int) -> Calla
     if backend not in BACKENDS:
         raise ValueError(f"bench: unknown backend {backend!r}; known are {', '.join(BACKENDS)}")
     check_lengths(query_len, cache_len)
+    check_memory(model, cache_len)
     device = model.lm_head.weight.device
     cache = make_cache(model, backend, query_len, cache_len)
-    ids_BS = torch.randint(0, model.config.vocab_size, (1, query_len), device=device)
+    ids_BS = _tokens(model, query_len)
     positions_BS = torch.arange(cache_len - query_len, cache_len, device=device)[None]
     arguments = {"position_ids": positions_BS, "use_cache": True, cache_argument(): cache}
     if isinstance(cache, PagedCache):
@@ -333,7 +358,7 @@ def read_weights(model: Any, query_len: int, cache_len: int = 8192) -> tuple[int
         device = model.lm_head.weight.device
         cache_len = min(cache_len, 4096)
         cache = make_cache(model, "glm", query_len, cache_len)
-        ids_BS = torch.randint(0, model.config.vocab_size, (1, query_len), device=device)
+        ids_BS = _tokens(model, query_len)
         positions_BS = torch.arange(cache_len - query_len, cache_len, device=device)[None]
         model(ids_BS, position_ids=positions_BS, use_cache=True, **{cache_argument(): cache})
     finally:

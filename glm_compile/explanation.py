@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import warnings
 from collections.abc import Callable, Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
@@ -49,7 +50,7 @@ def explain(
         mtp: an MTP layer to explain as well; its report is the `mtp` attribute of the model's.
 
     Raises:
-        ValueError: a size below 1, an unknown cache, a model of another family.
+        ValueError: a size below its least, an unknown cache, a model of another family.
     """
     model, mtp = _unwrap(model), _unwrap(mtp) if mtp is not None else None
     checked = CompileOptions.from_dict(options)
@@ -147,7 +148,13 @@ def _trace(
 
     compiled = torch.compile(step, backend=backend, fullgraph=True, dynamic=False)
     try:
-        with torch.no_grad(), config.patch(suppress_errors=False, verbose=False):
+        with (
+            torch.no_grad(),
+            config.patch(suppress_errors=False, verbose=False),
+            warnings.catch_warnings(),
+        ):
+            # Dynamo's note on tracing through a cached helper of transformers; nothing to act on.
+            warnings.filterwarnings("ignore", message=".*functools.lru_cache.*")
             compiled(*arguments)
     except BackendCompilerFailed as error:
         inner = error.inner_exception

@@ -19,6 +19,7 @@ import torch
 from glm_compile.generation.iteration import Iteration
 from glm_compile.generation.loop import DecodingLoop, needed_cache_len
 from glm_compile.generation.output import GenerationOutput, assemble
+from glm_compile.generation.prompt import check_mask_shape
 from glm_compile.generation.request import (
     CAPTURES_BY_DEFAULT,
     DEFAULT_NUM_DRAFT_TOKENS,
@@ -126,6 +127,7 @@ def generate(
             f"generate: input_ids must be a tensor [batch, length], got {found}; a tokenizer "
             'returns one as tokenizer(text, return_tensors="pt").input_ids'
         )
+    check_mask_shape(input_ids, attention_mask)
     num_drafts, is_index_shared = check_draft_arguments(mtp, num_draft_tokens, index_share)
     plain_model, compiler = unwrap_compiled(model)
     if mtp is not None:

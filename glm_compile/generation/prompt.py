@@ -33,6 +33,21 @@ class Prompt:
         return self.given_ids_BW.shape[1]
 
 
+def check_mask_shape(input_ids_BW: torch.Tensor, attention_mask_BW: torch.Tensor | None) -> None:
+    """Raise ValueError unless the mask, if there is one, has a value for each id.
+
+    Before transformers prepares the call, which drops a mask of ones whatever its shape.
+    """
+    if attention_mask_BW is None:
+        return
+    found = tuple(getattr(attention_mask_BW, "shape", ())) or type(attention_mask_BW).__name__
+    if not isinstance(attention_mask_BW, torch.Tensor) or found != tuple(input_ids_BW.shape):
+        raise ValueError(
+            "generate: attention_mask must be a tensor in the shape of input_ids "
+            f"{tuple(input_ids_BW.shape)}, got {found}"
+        )
+
+
 def compact_prompt(
     input_ids_BW: torch.Tensor,
     attention_mask_BW: torch.Tensor | None = None,
@@ -62,13 +77,9 @@ def compact_prompt(
     if input_ids_BW.dtype.is_floating_point or input_ids_BW.dtype in (torch.bool, torch.complex64):
         raise ValueError(f"generate: input_ids must be integers, got {input_ids_BW.dtype}")
     batch_size, width = input_ids_BW.shape
+    check_mask_shape(input_ids_BW, attention_mask_BW)
     if attention_mask_BW is None:
         real_BW = torch.ones_like(input_ids_BW, dtype=torch.bool)
-    elif attention_mask_BW.shape != input_ids_BW.shape:
-        raise ValueError(
-            "generate: attention_mask must have the shape of input_ids "
-            f"{tuple(input_ids_BW.shape)}, got {tuple(attention_mask_BW.shape)}"
-        )
     else:
         real_BW = attention_mask_BW.to(device=input_ids_BW.device) != 0
         if not bool((attention_mask_BW == real_BW.to(attention_mask_BW.device)).all()):

@@ -91,6 +91,12 @@ def test_impossible_lengths_are_refused(model, query_len, cache_len):
         bench.make_step(model, "glm", query_len, cache_len)
 
 
+def test_a_cache_larger_than_memory_is_refused_before_it_is_made(model, monkeypatch):
+    monkeypatch.setattr(bench, "make_cache", lambda *_: pytest.fail("a cache was made"))
+    with pytest.raises(ValueError, match=r"cache_len=1000000000000 tokens takes \d+ GB, and cpu"):
+        bench.make_step(model, "eager", 6, 10**12)
+
+
 def test_unknown_backend_is_refused(model):
     with pytest.raises(ValueError, match="known are glm, glm-fp8, inductor, eager"):
         bench.time_step(model, "onnx")

@@ -610,6 +610,21 @@ def test_a_capacity_is_taken_without_a_warning(model: Any, monkeypatch: pytest.M
 
 
 @pytest.mark.parametrize(
+    ("mask", "found"),
+    [
+        (torch.ones(1, 2), r"\(1, 2\)"),
+        (torch.ones(2, 5), r"\(2, 5\)"),
+        (torch.ones(5), r"\(5,\)"),
+        ([[1] * 5], "list"),
+    ],
+)
+def test_a_mask_of_ones_has_the_shape_of_the_ids(model: Any, mask: Any, found: str) -> None:
+    """transformers drops such a mask; as custom_generate we never see it."""
+    with pytest.raises(ValueError, match=rf"shape of input_ids \(1, 5\), got {found}"):
+        glm_compile.generate(model, prompt_of(5), attention_mask=mask, max_new_tokens=2)
+
+
+@pytest.mark.parametrize(
     ("message", "fields"),
     [
         ("must be integers, got torch.float32", {"inputs": torch.ones(1, 5)}),

@@ -42,7 +42,7 @@ def test_width_can_be_asked_for(kwargs: dict[str, int], width: int) -> None:
     [
         (torch.zeros(1, 0, dtype=torch.long), None, "at least one token"),
         (torch.zeros(3, dtype=torch.long), None, "batch, length"),
-        (torch.zeros(2, 3, dtype=torch.long), torch.ones(2, 2), "shape of input_ids"),
+        (torch.zeros(2, 3, dtype=torch.long), torch.ones(2, 2), "in the shape of input_ids"),
         (torch.zeros(2, 2, dtype=torch.long), torch.tensor([[1, 1], [0, 0]]), r"row\(s\) \[1\]"),
     ],
 )
