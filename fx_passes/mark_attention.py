@@ -14,7 +14,8 @@ second is a dozen nodes. As one opaque op the call survives until `mask.prove_ma
 computes the same numbers where it does not.
 
 Declines when the attention weights have another user (`output_attentions=True`), with dropout,
-`is_causal`, grouped heads, a scale that is no constant, or another order of operations.
+`is_causal`, grouped heads, a scale that is no constant, another order of operations, or operands
+and results of unequal dtypes (autocast).
 """
 
 from __future__ import annotations
@@ -58,6 +59,7 @@ def mark_attention(graph_module: fx.GraphModule) -> PassResult:
         place = where(node)
         try:
             last, arguments = _match_sdpa(node) if is_sdpa else _match_eager(node, writes)
+            _check_dtypes(*arguments[:3], last)
         except No as no:
             result.declined.append(Declined(place, str(no)))
             continue
@@ -168,6 +170,14 @@ def _check_heads(q: Any, k: Any, v: Any) -> None:
     heads = [str(shape[1]) for shape in shapes if shape is not None]
     if len(set(heads)) != 1:
         raise No(f"heads of q, k and v differ: {', '.join(heads)}")
+
+
+def _check_dtypes(*nodes: fx.Node) -> None:
+    """q, k, v and the result: autocast would cast them, and does not know the op."""
+    dtypes = [example_value(node).dtype for node in nodes]
+    if len(set(dtypes)) > 1:
+        found = ", ".join(str(dtype) for dtype in dtypes)
+        raise No(f"q, k, v and the result are {found}, expected one dtype: is autocast on?")
 
 
 def _constant_scale(scale: Any) -> float:

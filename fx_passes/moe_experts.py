@@ -136,6 +136,8 @@ def _match(nodes: list[fx.Node]) -> Match:
             f"expected one dtype of float32, float16 and bfloat16, found hidden states "
             f"{x.dtype}, gate_up_proj {gate_up.dtype}, down_proj {down.dtype}"
         )
+    if (dtype := example_value(match.nodes["gates_and_ups"]).dtype) != x.dtype:
+        raise No(f"products are computed in {dtype}, expected {x.dtype}: is autocast on?")
     if not weights.is_floating_point() or ids.dtype not in (torch.int32, torch.int64):
         raise No(f"router weights are {weights.dtype}, ids {ids.dtype}")
     return match

@@ -124,6 +124,8 @@ def _match(nodes: list[fx.Node]) -> Match:
         value: Any = example_value(match.nodes[name])
         if value.dtype not in DTYPES:
             raise No(f"expected {name} in float32, float16 or bfloat16, found {value.dtype}")
+    if (dtype := example_value(match.nodes["logits"]).dtype) != torch.float32:
+        raise No(f"the logits are computed in {dtype}, expected torch.float32: is autocast on?")
     if isinstance(constants["scale"], fx.Node):
         raise No("the scaling factor of the weights is no constant")
     return match

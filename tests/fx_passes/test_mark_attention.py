@@ -212,3 +212,14 @@ def test_a_scale_that_is_an_input_is_declined() -> None:
 def test_softmax_without_attention_is_no_candidate() -> None:
     marker = run(lambda x: F.softmax(x, -1, dtype=torch.float32), torch.randn(3, 7))
     assert (marker.results[0].num_matches, marker.reasons) == (0, [])
+
+
+@pytest.mark.parametrize("function", [F.scaled_dot_product_attention, eager])
+@pytest.mark.parametrize("key_dtype", [torch.float32, torch.bfloat16])
+def test_autocast_is_declined(function: Callable[..., Any], key_dtype: torch.dtype) -> None:
+    """Autocast casts q, k and v of what transformers wrote, and would not those of the op."""
+    q, k, v, mask = inputs()
+    with torch.autocast("cpu", torch.bfloat16):
+        marker = run(function, q, k.to(key_dtype), v.to(key_dtype), mask)
+    assert marker.results[-1].num_matches == 0
+    assert "is autocast on?" in marker.reasons[-1]

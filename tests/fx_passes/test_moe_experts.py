@@ -277,3 +277,16 @@ def test_float64_is_left_alone() -> None:
     assert rewriter.counts == (0, 0)
     assert "float32, float16 or bfloat16, found torch.float64" in rewriter.reasons[0]
     assert "one dtype of float32, float16 and bfloat16, found" in rewriter.reasons[1]
+
+
+def test_autocast_is_declined() -> None:
+    """It computes the router's logits and the experts' products in bf16; the ops would not."""
+    model, rewriter = Model("batched_mm"), Rewriter()
+    x = torch.randn(2, 5, 64)
+    compiled = torch.compile(model, backend=rewriter, fullgraph=True)
+    with torch.autocast("cpu", torch.bfloat16):
+        found, expected = compiled(x), model(x)
+    assert found.dtype == expected.dtype
+    torch.testing.assert_close(found, expected, rtol=0.02, atol=0.02)
+    assert rewriter.counts == (0, 0)
+    assert all("is autocast on?" in reason for reason in rewriter.reasons)
