@@ -126,13 +126,16 @@ class DecodingLoop:
         if request.streamer is not None and not request.is_prompt_streamed:
             request.streamer.put(request.prompt.given_ids_BW.cpu())
         start = time.perf_counter()
-        self._prefill()
-        self._prefilled_at = time.perf_counter()
-        while not all(self.finished):
-            self._iterate()
-        if self.in_flight and (state := self.in_flight[0].random_state) is not None:
-            assert self._generator is not None
-            self._generator.set_state(state)
+        try:
+            self._prefill()
+            self._prefilled_at = time.perf_counter()
+            while not all(self.finished):
+                self._iterate()
+        finally:
+            # What was launched in vain drew nothing, also where a callback has raised.
+            if self.in_flight and (state := self.in_flight[0].random_state) is not None:
+                assert self._generator is not None
+                self._generator.set_state(state)
         end = time.perf_counter()
         if request.streamer is not None:
             request.streamer.end()

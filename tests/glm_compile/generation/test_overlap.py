@@ -6,6 +6,7 @@ Each result is compared with that of a host which waits for every iteration.
 from __future__ import annotations
 
 import dataclasses
+import functools
 from pathlib import Path
 from typing import Any
 
@@ -306,6 +307,35 @@ def test_an_interrupt_leaves_a_compiled_model_usable() -> None:
         with pytest.raises(KeyboardInterrupt):
             run(compiled, ids, streamer=Interrupted())
         assert torch.equal(run(compiled, ids).sequences, greedy_reference(model, ids, NEW))
+
+
+@pytest.mark.parametrize("overlap", [False, True])
+def test_an_interrupt_leaves_the_generator_as_transformers_does(model: Any, overlap: bool) -> None:
+    """The iteration in flight had drawn from it."""
+    ids = prompt_of(12)
+
+    class Interrupted:
+        puts = 0
+
+        def put(self, value: torch.Tensor) -> None:
+            self.puts += 1
+            if self.puts == 4:
+                raise KeyboardInterrupt
+
+        def end(self) -> None:
+            pass
+
+    fields = {"do_sample": True, "max_new_tokens": NEW, "attention_mask": torch.ones_like(ids)}
+    states = []
+    for generate, extra in (
+        (model.generate, {}),
+        (functools.partial(glm_compile.generate, model), {"overlap": overlap}),
+    ):
+        torch.manual_seed(3)
+        with pytest.raises(KeyboardInterrupt):
+            generate(ids, streamer=Interrupted(), **fields, **extra)
+        states.append(torch.get_rng_state())
+    assert torch.equal(*states)
 
 
 def test_a_call_inside_another_one(model: Any) -> None:
