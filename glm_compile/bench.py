@@ -33,6 +33,8 @@ BACKENDS = ("glm", "glm-fp8", "inductor", "eager")
 REPLAYS = 20
 # Reads from device memory, bytes a second, measured on large copies.
 READ_BANDWIDTH = {"NVIDIA H200": 4.56e12}
+# Tokens of the cache over which experts are counted.
+_COUNTED_LEN = 4096
 
 
 @dataclass(frozen=True)
@@ -337,8 +339,8 @@ def read_weights(model: Any, query_len: int, cache_len: int = 8192) -> tuple[int
     """(distinct experts, bytes of weights) of a step; each expert that is met counts once a layer.
 
     The experts are those that as many random tokens meet in the plain model over a cache of the
-    same kind, of 4096 tokens at most: which ones they are depends on the hidden states, how many
-    hardly does.
+    same kind, of 4096 tokens at most, or the step's: which ones they are depends on the hidden
+    states, how many hardly does.
     """
     met: dict[str, int] = {}
     expert_bytes = 0
@@ -356,7 +358,7 @@ def read_weights(model: Any, query_len: int, cache_len: int = 8192) -> tuple[int
         hooks.append((module.register_forward_hook(note), name, experts))
     try:
         device = model.lm_head.weight.device
-        cache_len = min(cache_len, 4096)
+        cache_len = min(cache_len, max(_COUNTED_LEN, query_len))
         cache = make_cache(model, "glm", query_len, cache_len)
         ids_BS = _tokens(model, query_len)
         positions_BS = torch.arange(cache_len - query_len, cache_len, device=device)[None]

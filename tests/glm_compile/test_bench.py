@@ -68,6 +68,14 @@ def test_experts_are_counted_once_and_their_bytes_with_them(model):
     assert not any(module._forward_hooks for module in model.modules())
 
 
+def test_experts_of_a_long_step_are_counted(model, monkeypatch):
+    """It is longer than the cache that is enough to count over."""
+    monkeypatch.setattr(bench, "_COUNTED_LEN", 64)
+    num_experts, _ = bench.read_weights(model, 65, 200)
+    num_moe = sum(kind == "sparse" for kind in model.config.mlp_layer_types)
+    assert num_experts == num_moe * model.config.n_routed_experts
+
+
 def test_a_time_says_how_it_was_taken(model, monkeypatch):
     monkeypatch.setattr(torch, "compile", lambda model, **_options: model)
     measured = bench.time_step(model, "glm", query_len=2, cache_len=100)
