@@ -225,3 +225,25 @@ def score_of_key(key: Uint32) -> Float32:
     """The score that has this order key, which is not 0."""
     bits = key.bitcast(Int32)
     return (bits ^ (((bits ^ Int32(-1)) >> 31) | Int32(-(2**31)))).bitcast(Float32)
+
+
+@cute.jit
+def inverse(total: Float32) -> Float32:
+    """1 / total, and 0 of 0: of a sum to which nothing was added."""
+    quotient = Float32(0.0)
+    if total != 0.0:
+        quotient = Float32(1.0) / total
+    return quotient
+
+
+def exp2(value: Float32) -> Float32:
+    """2 to the power of `value`, to about 2 units in the last place."""
+    return inline_ptx(
+        "ex2.approx.ftz.f32 {$w0}, {$r0};", write_only_types=[Float32], read_only_args=[value]
+    )
+
+
+def quad_sum(value: Float32) -> Float32:
+    """Sum over four adjacent lanes, which share a row of a tensor core's result."""
+    value = value + cute.arch.shuffle_sync_bfly(value, 1)
+    return value + cute.arch.shuffle_sync_bfly(value, 2)

@@ -111,6 +111,12 @@ def _why_no_kernel(ids: torch.Tensor, gate_up: torch.Tensor, down: torch.Tensor)
     return None
 
 
+def _why_no_rows_of_16_bytes(name: str, weight: torch.Tensor) -> str | None:
+    if weight.stride(0) % 8 or weight.stride(1) % 8 or weight.data_ptr() % 16:
+        return f"rows of {name} must start at multiples of 16 bytes"
+    return None
+
+
 def _why_not_triton(
     x: torch.Tensor,
     weights: torch.Tensor,
@@ -150,8 +156,8 @@ def _why_not_cute(
         stage_columns = stream_config_for(num_columns, is_gated=weight is gate_up).stage_columns
         if num_columns % 8 or -(-num_columns // stage_columns) > MAX_STAGES:
             return f"in features of {name} must be a multiple of 8 and not too many: {num_columns}"
-        if weight.stride(0) % 8 or weight.stride(1) % 8 or weight.data_ptr() % 16:
-            return f"rows of {name} must start at multiples of 16 bytes"
+        if (reason := _why_no_rows_of_16_bytes(name, weight)) is not None:
+            return reason
     return why_no_cute(x, weights, ids, gate_up, down, archs=CUTE_ARCHS)
 
 
@@ -169,10 +175,10 @@ def _why_not_grouped_mm(
     if torch.cuda.get_device_capability(x.device) < (8, 0):
         return "torch's grouped product needs compute capability 8.0"
     for name, weight in (("gate_up", gate_up), ("down", down)):
-        if weight.stride(2) != 1 or weight.shape[2] % 8 or weight.data_ptr() % 16:
-            return f"rows of {name} must be dense and start at multiples of 16 bytes"
-        if weight.stride(0) % 8 or weight.stride(1) % 8:
-            return f"rows of {name} must start at multiples of 16 bytes"
+        if weight.stride(2) != 1 or weight.shape[2] % 8:
+            return f"rows of {name} must be dense, and multiples of 16 bytes"
+        if (reason := _why_no_rows_of_16_bytes(name, weight)) is not None:
+            return reason
     return None
 
 

@@ -35,9 +35,12 @@ from cutlass.utils import hopper_helpers as hopper
 from glm_compile.ops._cute import arch_of, compile_kernel
 from glm_compile.ops._cute.device import (
     WARP,
+    exp2,
+    inverse,
     load_shared_v2,
     load_shared_v4,
     peer_address,
+    quad_sum,
     send_v2,
     send_v4,
     shared_address,
@@ -667,20 +670,20 @@ class SparseMlaKernel:
                 top = highest
                 # Before the first token that counts there is nothing to scale.
                 if old > Float32(float("-inf")):
-                    factor = _exp2(old - top)
+                    factor = exp2(old - top)
             shift = top
             if top == Float32(float("-inf")):
                 shift = Float32(0.0)
             added = Float32(0.0)
             for block in cutlass.range_constexpr(_HALF // 8):
-                first = _exp2(scores[block * 4 + which * 2] - shift)
-                second = _exp2(scores[block * 4 + which * 2 + 1] - shift)
+                first = exp2(scores[block * 4 + which * 2] - shift)
+                second = exp2(scores[block * 4 + which * 2 + 1] - shift)
                 added += first + second
                 store_shared(
                     address + (at * 128 + lane % 4 * 4) + ((block ^ (lane // 4)) * 16),
                     pack_bf16(first, second),
                 )
-            added = _quad_sum(added)
+            added = quad_sum(added)
             if lane % 4 == 0:
                 store_shared_v2(own_stats + at * 8, _bits(top), _bits(total * factor + added))
                 rescale[half * _HEADS + at] = factor
@@ -704,7 +707,7 @@ class SparseMlaKernel:
         weights = []
         for which in cutlass.range_constexpr(2):
             _top, total = load_shared_v2(own_stats + (head + which * 8) * 8)
-            weights.append(_inverse(total.bitcast(Float32)))
+            weights.append(inverse(total.bitcast(Float32)))
         return weights
 
     @cute.jit
@@ -732,10 +735,10 @@ class SparseMlaKernel:
                 highest = Float32(0.0)
             total = Float32(0.0)
             for i in cutlass.range_constexpr(len(tops)):
-                total += totals[i] * _exp2(tops[i] - highest)
-            total = _quad_sum(total)
+                total += totals[i] * exp2(tops[i] - highest)
+            total = quad_sum(total)
             own_top, _own = load_shared_v2(own_stats + at)
-            weights.append(_exp2(own_top.bitcast(Float32) - highest) * _inverse(total))
+            weights.append(exp2(own_top.bitcast(Float32) - highest) * inverse(total))
         return weights
 
     @cute.jit
@@ -812,29 +815,9 @@ def _bits(value: Float32) -> Int32:
     return value.bitcast(Int32)
 
 
-@cute.jit
-def _inverse(total: Float32) -> Float32:
-    """1 / total, and 0 of 0."""
-    inverse = Float32(0.0)
-    if total != 0.0:
-        inverse = Float32(1.0) / total
-    return inverse
-
-
-def _exp2(value: Float32) -> Float32:
-    return inline_ptx(
-        "ex2.approx.ftz.f32 {$w0}, {$r0};", write_only_types=[Float32], read_only_args=[value]
-    )
-
-
 def _quad_max(value: Float32) -> Float32:
     value = cute.arch.fmax(value, cute.arch.shuffle_sync_bfly(value, 1))
     return cute.arch.fmax(value, cute.arch.shuffle_sync_bfly(value, 2))
-
-
-def _quad_sum(value: Float32) -> Float32:
-    value = value + cute.arch.shuffle_sync_bfly(value, 1)
-    return value + cute.arch.shuffle_sync_bfly(value, 2)
 
 
 def _shuffle_address(address: Int64, lane: Int32) -> Int64:

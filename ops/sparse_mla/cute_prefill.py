@@ -45,7 +45,10 @@ from cutlass.utils import hopper_helpers as hopper
 from glm_compile.ops._cute import arch_of, compile_kernel
 from glm_compile.ops._cute.device import (
     WARP,
+    exp2,
+    inverse,
     load_shared_v4,
+    quad_sum,
     shared_address,
     store_shared,
     store_shared_float,
@@ -547,12 +550,12 @@ class SparseMlaPrefillKernel:
                 tile_sum0 = Float32(0.0)
                 tile_sum1 = Float32(0.0)
                 for i in cutlass.range_constexpr(v.tile // 8):
-                    first = _exp2(products[4 * i] * scale - top_used0)
-                    second = _exp2(products[4 * i + 1] * scale - top_used0)
+                    first = exp2(products[4 * i] * scale - top_used0)
+                    second = exp2(products[4 * i + 1] * scale - top_used0)
                     tile_sum0 += first + second
                     prob_words0.append(pack_bf16(first, second))
-                    first = _exp2(products[4 * i + 2] * scale - top_used1)
-                    second = _exp2(products[4 * i + 3] * scale - top_used1)
+                    first = exp2(products[4 * i + 2] * scale - top_used1)
+                    second = exp2(products[4 * i + 3] * scale - top_used1)
                     tile_sum1 += first + second
                     prob_words1.append(pack_bf16(first, second))
                 sum0 = sum0 * factor0 + tile_sum0
@@ -572,11 +575,11 @@ class SparseMlaPrefillKernel:
                     store_shared_float(to, factor0)
                     store_shared_float(to + 8 * 4, factor1)
                 if is_last != 0:
-                    total0 = _quad_sum(sum0)
-                    total1 = _quad_sum(sum1)
+                    total0 = quad_sum(sum0)
+                    total1 = quad_sum(sum1)
                     if lane % 4 == 0:
-                        store_shared_float(to + MAX_HEADS * 4, _inverse(total0))
-                        store_shared_float(to + (MAX_HEADS + 8) * 4, _inverse(total1))
+                        store_shared_float(to + MAX_HEADS * 4, inverse(total0))
+                        store_shared_float(to + (MAX_HEADS + 8) * 4, inverse(total1))
                 if tid % WARP == 0:
                     # Every warp of the summers reads what its own counterpart wrote.
                     store_shared(
@@ -741,33 +744,12 @@ def _follow(top: Float32, tile_top: Float32) -> tuple[Float32, Float32, Float32]
     if tile_top > top + Float32(_SLACK):
         # The sums are 0 as long as nothing counted.
         if top > Float32(float("-inf")):
-            factor = _exp2(top - tile_top)
+            factor = exp2(top - tile_top)
         top = tile_top
     used = top
     if not (top > Float32(float("-inf"))):
         used = Float32(0.0)
     return top, used, factor
-
-
-@cute.jit
-def _inverse(total: Float32) -> Float32:
-    """1 / total; 0 if nothing counted."""
-    inverse = Float32(0.0)
-    if total != Float32(0.0):
-        inverse = Float32(1.0) / total
-    return inverse
-
-
-def _quad_sum(value: Float32) -> Float32:
-    """Sum over the four lanes that share a row."""
-    value = value + cute.arch.shuffle_sync_bfly(value, 1)
-    return value + cute.arch.shuffle_sync_bfly(value, 2)
-
-
-def _exp2(value: Float32) -> Float32:
-    return inline_ptx(
-        "ex2.approx.ftz.f32 {$w0}, {$r0};", write_only_types=[Float32], read_only_args=[value]
-    )
 
 
 def _copy_16_bytes(to: Int32, source: Int64, num_bytes: Int32, prefetch_bytes: int) -> None:

@@ -19,7 +19,7 @@ import torch
 
 from glm_compile.ops.moe import moe_experts, moe_router
 from glm_compile.ops.moe.reference import moe_experts_grouped
-from tests.benchmarks.conftest import READ_BANDWIDTH, cold_copies, device, time_replays
+from tests.benchmarks.conftest import cold_copies, device, printed, time_replays
 
 # Without a GPU the benchmark only proves that it runs.
 E, C, I, K = (256, 6144, 2048, 8) if device() == "cuda" else (8, 64, 32, 2)  # noqa: E741
@@ -36,22 +36,26 @@ def experts() -> tuple[torch.Tensor, torch.Tensor]:
     return gate_up, down
 
 
+def _line(
+    bandwidth: float | None,
+    name: str,
+    M: int,
+    distinct: float,
+    ours: float,
+    library: float,
+    num_bytes: float,
+) -> str:
+    floor = f"{num_bytes / bandwidth / ours:5.0%} of the floor" if bandwidth else ""
+    return (
+        f"{name} M={M:2} ({distinct:5.1f} experts): {ours * 1e6:7.1f} us, library "
+        f"{library * 1e6:7.1f}, {library / ours:.2f}x, {floor}"
+    )
+
+
 @pytest.fixture(scope="module")
 def table(request: pytest.FixtureRequest) -> Iterator[list[tuple[Any, ...]]]:
     """Rows (what, M, distinct experts, our seconds, the library's, bytes), printed at the end."""
-    rows: list[tuple[Any, ...]] = []
-    yield rows
-    if not rows:
-        return
-    reporter = request.config.pluginmanager.get_plugin("terminalreporter")
-    bandwidth = READ_BANDWIDTH.get(torch.cuda.get_device_name())
-    reporter.write_line("")
-    for name, M, distinct, ours, library, num_bytes in rows:
-        floor = f"{num_bytes / bandwidth / ours:5.0%} of the floor" if bandwidth else ""
-        reporter.write_line(
-            f"{name} M={M:2} ({distinct:5.1f} experts): {ours * 1e6:7.1f} us, library "
-            f"{library * 1e6:7.1f}, {library / ours:.2f}x, {floor}"
-        )
+    yield from printed(request, _line)
 
 
 def random_calls(M: int, number: int) -> list[tuple[torch.Tensor, ...]]:

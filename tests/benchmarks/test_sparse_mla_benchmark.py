@@ -17,7 +17,7 @@ import pytest
 import torch
 
 from glm_compile.ops.sparse_mla import sparse_mla
-from tests.benchmarks.conftest import READ_BANDWIDTH, cold_copies, device, time_replays
+from tests.benchmarks.conftest import cold_copies, device, printed, time_replays
 
 IS_GPU = device() == "cuda"
 NUM_ROWS = [1, 2, 4, 6, 8, 16, 64, 2048] if IS_GPU else [1, 6]
@@ -30,23 +30,27 @@ SCALE = 256**-0.5
 TORCH_ROWS = 1024
 
 
+def _line(
+    bandwidth: float | None,
+    num_rows: int,
+    num_heads: int,
+    ours: float,
+    of_torch: float,
+    num_bytes: float,
+    flops: float,
+) -> str:
+    floor = f"{num_bytes / bandwidth / ours:5.0%} of the byte floor" if bandwidth else ""
+    return (
+        f"{num_rows:5} rows, {num_heads:2} heads: {ours * 1e6:8.2f} us, torch "
+        f"{of_torch * 1e6:9.2f}, {of_torch / ours:5.2f}x, {floor}, "
+        f"{flops / ours / 1e12:4.0f} TFLOP/s"
+    )
+
+
 @pytest.fixture(scope="module")
 def table(request: pytest.FixtureRequest) -> Iterator[list[tuple[Any, ...]]]:
     """(rows, heads, our seconds, torch's, bytes, flops), printed at the end."""
-    rows: list[tuple[Any, ...]] = []
-    yield rows
-    if not rows:
-        return
-    reporter = request.config.pluginmanager.get_plugin("terminalreporter")
-    bandwidth = READ_BANDWIDTH.get(torch.cuda.get_device_name())
-    reporter.write_line("")
-    for num_rows, num_heads, ours, of_torch, num_bytes, flops in rows:
-        floor = f"{num_bytes / bandwidth / ours:5.0%} of the byte floor" if bandwidth else ""
-        reporter.write_line(
-            f"{num_rows:5} rows, {num_heads:2} heads: {ours * 1e6:8.2f} us, torch "
-            f"{of_torch * 1e6:9.2f}, {of_torch / ours:5.2f}x, {floor}, "
-            f"{flops / ours / 1e12:4.0f} TFLOP/s"
-        )
+    yield from printed(request, _line)
 
 
 def plain_torch(q_RHC: torch.Tensor, pages: torch.Tensor, slots_RK: torch.Tensor) -> torch.Tensor:
