@@ -314,27 +314,6 @@ def _time(step: Callable[[], Any], device: torch.device) -> tuple[list[float], s
 
 
 @torch.no_grad()
-def kernel_times(step: Callable[[], Any], replays: int = 3) -> list[tuple[str, int, float]]:
-    """(kernel, launches a step, microseconds a step), the longest first, from a captured step."""
-    graph = capture(step)
-    graph.replay()
-    torch.cuda.synchronize()
-    activities = [torch.profiler.ProfilerActivity.CPU, torch.profiler.ProfilerActivity.CUDA]
-    with torch.profiler.profile(activities=activities) as profile:
-        for _ in range(replays):
-            graph.replay()
-        torch.cuda.synchronize()
-    totals: dict[str, list[float]] = {}
-    for event in profile.events():
-        if event.device_type == torch.autograd.DeviceType.CUDA:  # type: ignore[attr-defined]
-            total = totals.setdefault(event.name, [0, 0.0])
-            total[0] += 1
-            total[1] += event.time_range.elapsed_us()
-    rows = [(name, round(n / replays), us / replays) for name, (n, us) in totals.items()]
-    return sorted(rows, key=lambda row: -row[2])
-
-
-@torch.no_grad()
 def read_weights(model: Any, query_len: int, cache_len: int = 8192) -> tuple[int, int]:
     """(distinct experts, bytes of weights) of a step; each expert that is met counts once a layer.
 

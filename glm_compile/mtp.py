@@ -27,13 +27,13 @@ import torch
 from torch import nn
 from transformers.models.glm_moe_dsa import modeling_glm_moe_dsa as modeling
 
+from glm_compile.cache import DraftSeed, PagedCache, SeedCache
 from glm_compile.errors import CheckpointError, UnsupportedError
 from glm_compile.model_facts import FULL, SHARED, GlmDsaConfig, cache_argument, mask_dtype
 
 if TYPE_CHECKING:
     from transformers import GlmMoeDsaConfig, GlmMoeDsaForCausalLM
 
-    from glm_compile.cache import DraftSeed, PagedCache, SeedCache
 
 # Tensors that a checkpoint may carry and that are the model's own when it does not.
 _EMBEDDING = "embed_tokens.weight"
@@ -164,8 +164,6 @@ class GlmMoeDsaMtp(nn.Module):
         Returns:
             Hidden states after `shared_head.norm` [B,1,C].
         """
-        from glm_compile.cache import SeedCache
-
         cache = SeedCache(seed, self._model.config.kv_lora_rank)
         hidden, _ = self._step(
             self._draft_layer,
