@@ -72,7 +72,7 @@ def load(
             "load: dtype must be torch.float32, torch.bfloat16 or torch.float16, got "
             f"{dtype!r}; None keeps the checkpoint's"
         )
-    _check_device(device)
+    check_device(device, "load")
     raw, facts = _read_config(path)
     files = _Inventory.of(path, facts)
     _refuse_quantised(path, raw, files)
@@ -392,15 +392,18 @@ def _read_config(path: Path) -> tuple[dict[str, Any], GlmDsaConfig]:
     return raw, GlmDsaConfig.from_transformers(raw)
 
 
-def _check_device(device: torch.device | str | int | None) -> None:
-    """Raise for a device that this machine lacks, before any file is read."""
+def check_device(device: torch.device | str | int | None, name: str) -> None:
+    """Raise UnsupportedError for a device that this machine lacks, before any file is read.
+
+    `name` is that of the function or command that was asked to use it.
+    """
     if device is None:
         return
     try:
         torch.empty(0, device=device)
     except Exception as error:
         reason = str(error).splitlines()[0]
-        raise UnsupportedError(f"load: device={device!r} cannot be used: {reason}") from error
+        raise UnsupportedError(f"{name}: device={device!r} cannot be used: {reason}") from error
 
 
 def _read_json(file: Path) -> dict[str, Any]:

@@ -349,7 +349,7 @@ def _bench(arguments: argparse.Namespace) -> int:
     import torch
 
     from glm_compile import bench
-    from glm_compile.checkpoint import read_facts
+    from glm_compile.checkpoint import check_device, read_facts
 
     for query_len in arguments.query_len:
         for cache_len in arguments.cache_len:
@@ -357,6 +357,7 @@ def _bench(arguments: argparse.Namespace) -> int:
     if arguments.json is not None and not arguments.json.absolute().parent.is_dir():
         raise ValueError(f"--json: no directory {arguments.json.absolute().parent}")
     device = arguments.device or ("cuda" if torch.cuda.is_available() else "cpu")
+    check_device(device, "bench")
     if arguments.model is not None:
         read_facts(arguments.model)
         model, _ = glm_compile.load(arguments.model, device=device, mtp=False)

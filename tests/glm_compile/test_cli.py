@@ -132,6 +132,12 @@ class TestErrors:
         code, _, err = run(capsys, "verify-checkpoint", "somewhere")
         assert code == 2 and "is not part of this version" in err
 
+    @pytest.mark.parametrize("command", [("bench",), ("generate", "--prompt", "a")])
+    def test_a_device_that_is_not_there_is_one_message(self, checkpoint, capsys, command):
+        code, _, err = run(capsys, *command, checkpoint, "--device", "cuda:77")
+        name = {"bench": "bench", "generate": "load"}[command[0]]
+        assert code == 2 and f"error: {name}: device='cuda:77' cannot be used: " in err
+
     def test_debug_shows_where_an_error_came_from(self, tmp_path):
         arguments = ["generate", str(tmp_path), "--prompt", "a", "--device", "cpu"]
         with pytest.raises(glm_compile.CheckpointError, match=r"has no config\.json"):
