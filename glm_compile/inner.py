@@ -59,6 +59,9 @@ def compile_with_inductor(
         # Whoever wants a CUDA graph captures whole steps, not one kind that writes a cache.
         "triton.cudagraphs": False,
         "freezing": False,
+        # A benchmark on the device decides which products it pads, each its own copy of the input:
+        # before `rewrite`, which would see readers of one input or not, from run to run.
+        "shape_padding": False,
     }
     with _without_autograd_cache():
         compiled: Any = compile_fx(

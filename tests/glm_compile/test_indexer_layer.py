@@ -190,6 +190,20 @@ def test_ops_in_their_order_are_the_compiled_step(kind):
     assert adjacent_block([part.weight for part in parts]) is not None
 
 
+@pytest.mark.parametrize("has_fp32_gates", [False, True])
+def test_products_are_not_padded_before_the_passes(has_fp32_gates, monkeypatch):
+    """Inductor pads rows on a GPU where its benchmark says so; here it would for every product."""
+    from torch._inductor.fx_passes import pad_mm
+
+    monkeypatch.setattr(pad_mm, "check_device", lambda *_: True)
+    monkeypatch.setattr(pad_mm, "has_triton", lambda: True)
+    monkeypatch.setattr(pad_mm, "_should_pad", lambda *_args, **_named: True)
+    case = Case("static", has_fp32_gates=has_fp32_gates)
+    case.compile(case.step(case.cache, has_norm=True), "inductor")()
+    report = last_report()
+    assert report.ok and report.matches["merge_linears"] == 2
+
+
 def launches(fn: Any) -> list[str]:
     """Names of the kernels of one call, in the order of their starts; neither copies nor fills."""
     for _ in range(3):
