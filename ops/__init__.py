@@ -13,6 +13,7 @@ if __name__ != "glm_compile.ops":
     )
 
 from glm_compile.ops import (
+    accept_block,
     attention,
     bf16_linear,
     causal_mask,
@@ -29,6 +30,7 @@ from glm_compile.ops import (
 )
 
 __all__ = [
+    "accept_block",
     "attention",
     "bf16_linear",
     "causal_mask",
