@@ -3,7 +3,8 @@
 A whole GLM-5.2 does not fit on one GPU; six of its layers, the embedding and the head do, in bf16
 (32.7 billion parameters), and a step over them reads what a step over the model reads for each
 layer. Weights and cache contents are random; the router is the model's own, so which experts run
-follows from them, and is counted.
+follows from them: of our backend's steps those that the measured step reads are counted, of
+transformers' as many as such tokens meet.
 
 Steps are captured in a CUDA graph where the GPU allows it, and a time is the median of its replays:
 with 15 GB of weights a step, all are cold.
@@ -13,12 +14,13 @@ Shape legend: S query tokens, T tokens of the cache, E experts.
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import gc
 import os
 import statistics
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -27,6 +29,7 @@ import torch
 from glm_compile.cache import FP8, PagedCache
 from glm_compile.errors import UnsupportedError
 from glm_compile.model_facts import cache_argument
+from glm_compile.ops import _dispatch
 
 #: How a step is run: our backend in its two tiers, and what transformers has.
 BACKENDS = ("glm", "glm-fp8", "inductor", "eager")
@@ -46,8 +49,8 @@ class StepTime:
         query_len, cache_len: S, and T with the step's own tokens.
         median_us: microseconds a step; None where it does not fit into memory.
         timer: `graph replay`, or `events` or `perf_counter` where steps cannot be captured.
-        num_experts: distinct routed experts that so many tokens meet, summed over the layers.
-        weight_bytes: weights that a step has to read, those experts among them.
+        num_experts: distinct routed experts of the step, summed over the layers.
+        weight_bytes: weights that the step has to read, those experts among them.
         floor_us: time to read these weights; None where the GPU's bandwidth is not known.
         device, torch: where it ran, and on what.
     """
@@ -205,7 +208,9 @@ def make_step(model: Any, backend: str, query_len: int, cache_len: int) -> Calla
     arguments = {"position_ids": positions_BS, "use_cache": True, cache_argument(): cache}
     if isinstance(cache, PagedCache):
         options: Any = {"indexer_dtype": "fp8"} if backend == "glm-fp8" else {}
-        compiled = torch.compile(model, backend="glm", fullgraph=True, options=options)
+        compiled = torch.compile(
+            model, backend="glm", fullgraph=True, dynamic=False, options=options
+        )
 
         def step() -> Any:
             return compiled(ids_BS, **arguments).logits
@@ -235,22 +240,32 @@ def make_step(model: Any, backend: str, query_len: int, cache_len: int) -> Calla
 
 @torch.no_grad()
 def time_step(
-    model: Any, backend: str = "glm", *, query_len: int = 6, cache_len: int = 8192
+    model: Any,
+    backend: str = "glm",
+    *,
+    query_len: int = 6,
+    cache_len: int = 8192,
+    keep_graphs: bool = False,
 ) -> StepTime:
     """Measure one step of `model` (see `make_model`) over a cache of `cache_len` tokens.
 
-    A step that does not fit into memory has no time. Every call compiles anew.
+    A step that does not fit into memory has no time. Every call compiles anew, unless graphs of
+    earlier calls are to be used where they fit: Dynamo keeps eight.
 
     Raises:
         ValueError: unknown backend, or no room for the step's tokens.
         UnsupportedError: the step gives logits that are not finite.
     """
     device = model.lm_head.weight.device
-    torch._dynamo.reset()
+    if not keep_graphs:
+        torch._dynamo.reset()
     step = None
+    experts: list[tuple[int, int]] = []
     try:
         step = make_step(model, backend, query_len, cache_len)
-        for _ in range(3):
+        for _ in range(2):
+            step()
+        with noted_experts() as experts:
             logits = step()
         if not logits.isfinite().all():
             raise UnsupportedError(f"bench: backend {backend!r} gave logits that are not finite")
@@ -262,7 +277,11 @@ def time_step(
         gc.collect()
         if device.type == "cuda":
             torch.cuda.empty_cache()
-    num_experts, weight_bytes = read_weights(model, query_len, cache_len)
+    if experts:
+        num_experts = sum(number for number, _ in experts)
+        weight_bytes = _other_weight_bytes(model) + sum(size for _, size in experts)
+    else:
+        num_experts, weight_bytes = read_weights(model, query_len, cache_len)
     name = torch.cuda.get_device_name(device) if device.type == "cuda" else "CPU"
     bandwidth = READ_BANDWIDTH.get(name)
     return StepTime(
@@ -302,9 +321,16 @@ def _time(step: Callable[[], Any], device: torch.device) -> tuple[list[float], s
             samples.append(time.perf_counter() - start)
         return samples, "perf_counter"
     graph = capture(step)
+    start = time.perf_counter()
     for _ in range(3):
         graph.replay()
-    events = [[torch.cuda.Event(enable_timing=True) for _ in range(2)] for _ in range(REPLAYS)]
+    torch.cuda.synchronize(device)
+    # Steps of a tenth of a second are steady: fewer of them.
+    is_slow = time.perf_counter() - start > 0.1
+    events = [
+        [torch.cuda.Event(enable_timing=True) for _ in range(2)]
+        for _ in range(REPLAYS // 4 if is_slow else REPLAYS)
+    ]
     for start_event, end_event in events:
         start_event.record()
         graph.replay()
@@ -324,12 +350,10 @@ def read_weights(model: Any, query_len: int, cache_len: int = 8192) -> tuple[int
     met: dict[str, int] = {}
     expert_bytes = 0
     hooks = []
-    names: set[int] = set()
     for name, module in model.named_modules():
         if type(module).__name__ != "GlmMoeDsaTopkRouter":
             continue
         experts = model.get_submodule(name.removesuffix("gate") + "experts")
-        names.update(id(parameter) for parameter in experts.parameters())
 
         def note(_module: Any, _inputs: Any, outputs: Any, name: str = name) -> None:
             met[name] = outputs[-1].unique().numel()
@@ -348,13 +372,46 @@ def read_weights(model: Any, query_len: int, cache_len: int = 8192) -> tuple[int
     for _, name, experts in hooks:
         size = sum(p.numel() * p.element_size() for p in experts.parameters())
         expert_bytes += met[name] * size // experts.num_experts
-    embedding = model.get_input_embeddings().weight
-    other = sum(
+    return sum(met.values()), _other_weight_bytes(model) + expert_bytes
+
+
+def _other_weight_bytes(model: Any) -> int:
+    """Bytes of all weights but the routed experts' and the embedding's, of which rows are read."""
+    left_out = {id(model.get_input_embeddings().weight)}
+    for name, module in model.named_modules():
+        if type(module).__name__ == "GlmMoeDsaTopkRouter":
+            experts = model.get_submodule(name.removesuffix("gate") + "experts")
+            left_out.update(id(parameter) for parameter in experts.parameters())
+    return sum(
         parameter.numel() * parameter.element_size()
         for parameter in model.parameters()
-        if id(parameter) not in names and parameter is not embedding
+        if id(parameter) not in left_out
     )
-    return sum(met.values()), other + expert_bytes
+
+
+@contextlib.contextmanager
+def noted_experts() -> Iterator[list[tuple[int, int]]]:
+    """(distinct experts, bytes of their weights) of each call of the routed experts' op inside.
+
+    It sees the calls of compiled graphs too, which run ops through the same function; not those of
+    a CUDA graph's replays.
+    """
+    met: list[tuple[int, int]] = []
+    run = _dispatch.run
+
+    def note(op: str, backends: Any, forced: Any, *args: Any, **kwargs: Any) -> Any:
+        if op == "moe_experts":
+            _, _, ids, gate_up, down = args[:5]
+            number = ids[(ids >= 0) & (ids < gate_up.shape[0])].unique().numel()
+            size = sum(weight[0].numel() * weight.element_size() for weight in (gate_up, down))
+            met.append((number, number * size))
+        return run(op, backends, forced, *args, **kwargs)
+
+    setattr(_dispatch, "run", note)  # noqa: B010
+    try:
+        yield met
+    finally:
+        setattr(_dispatch, "run", run)  # noqa: B010
 
 
 def line(t: StepTime) -> str:

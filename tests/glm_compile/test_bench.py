@@ -76,6 +76,43 @@ def test_experts_of_a_long_step_are_counted(model, monkeypatch):
     assert num_experts == num_moe * model.config.n_routed_experts
 
 
+def test_experts_of_a_compiled_step_are_its_own(model, monkeypatch):
+    """Those that the plain model's routers choose on the same tokens and the same cache."""
+    compile_, make_cache = torch.compile, bench.make_cache
+    caches = []
+
+    def compile_without_code(model, *, backend, options, **others):
+        return compile_(model, backend=backend, options={**options, "inner": "eager"}, **others)
+
+    def keep_cache(*arguments):
+        torch.manual_seed(7)
+        caches.append(make_cache(*arguments))
+        return caches[-1]
+
+    monkeypatch.setattr(torch, "compile", compile_without_code)
+    monkeypatch.setattr(bench, "make_cache", keep_cache)
+    monkeypatch.setattr(bench, "_COUNTED_LEN", 100)
+    measured = bench.time_step(model, "glm", query_len=3, cache_len=100)
+    assert len(caches) == 1, "counted in the step itself"
+    with torch.no_grad():
+        expected = bench.read_weights(model, 3, 100)
+    assert len(caches) == 2
+    assert (measured.num_experts, measured.weight_bytes) == expected
+
+
+def test_pairs_of_no_expert_are_not_counted():
+    from glm_compile.ops.moe import moe_experts
+
+    E, C, I = 5, 8, 4  # noqa: E741
+    x, weights = torch.randn(2, C).bfloat16(), torch.rand(2, 3)
+    ids = torch.tensor([[0, 4, 4], [-1, 5, 0]])
+    experts = torch.randn(E, 2 * I, C).bfloat16(), torch.randn(E, C, I).bfloat16()
+    with bench.noted_experts() as met:
+        expected = moe_experts(x, weights, ids, *experts)
+    assert met == [(2, 2 * 2 * (2 * I * C + C * I))]
+    assert torch.equal(moe_experts(x, weights, ids, *experts), expected) and len(met) == 1
+
+
 def test_a_time_says_how_it_was_taken(model, monkeypatch):
     monkeypatch.setattr(torch, "compile", lambda model, **_options: model)
     measured = bench.time_step(model, "glm", query_len=2, cache_len=100)
