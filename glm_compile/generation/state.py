@@ -15,9 +15,19 @@ import torch
 
 from glm_compile.generation.randomness import row_keys
 from glm_compile.generation.request import Request
+from glm_compile.ops.accept_block import FINISHED, FIRST_TOKEN, IS_DRAWN, KEPT
 
-# Results that are not tokens come first in a row of them.
-KEPT, FINISHED, IS_DRAWN, FIRST_TOKEN = range(4)
+__all__ = [
+    "FINISHED",
+    "FIRST_TOKEN",
+    "IS_DRAWN",
+    "KEPT",
+    "DecodingState",
+    "ResultRing",
+    "needed_width",
+    "padded_eos",
+]
+
 # One iteration is read while the next one runs, and one more may be on its way.
 NUM_SLOTS = 4
 # Ids that end a sequence are padded to a multiple of this, so that calls share their graphs.
@@ -42,6 +52,8 @@ class DecodingState:
         draft_probs_BkV: relay: distributions that the drafts were drawn from; None when greedy.
         tokens_BS: tokens of the block that was verified last.
         kept_B: how many of them each row keeps.
+        bonus_B, row_B: the last kept token of each row, and its row of the block; those of row 0
+            where none is kept.
         row_keys_B: keys of the random numbers; None where torch's own generator is used.
         result_BR: what the host reads of an iteration: kept tokens, finished, whether the last
             token had a probability, the block's tokens.
@@ -58,6 +70,8 @@ class DecodingState:
     draft_probs_BkV: torch.Tensor | None
     tokens_BS: torch.Tensor
     kept_B: torch.Tensor
+    bonus_B: torch.Tensor
+    row_B: torch.Tensor
     row_keys_B: torch.Tensor | None
     result_BR: torch.Tensor
 
@@ -88,6 +102,8 @@ class DecodingState:
                 else None,
                 tokens_BS=integers(batch_size, 1 + num_drafts),
                 kept_B=integers(batch_size),
+                bonus_B=integers(batch_size),
+                row_B=integers(batch_size),
                 row_keys_B=integers(batch_size) if draws_drafts else None,
                 result_BR=integers(batch_size, FIRST_TOKEN + 1 + num_drafts),
             )
