@@ -95,14 +95,17 @@ def generate(
         overlap: whether the host launches an iteration before it has read the results of the one
             before, so that a GPU need not wait for the host; else it waits for each. The result is
             the same. A streamer gets tokens, and a stopping criterion is asked, while the next
-            iteration runs; what that one adds to a sequence that has ended is dropped. A logits
-            processor that looks at the text (a repetition penalty, or one of the caller's own) runs
-            on the host in the middle of every iteration: such a call waits, whatever is said here.
-            On the CPU nothing runs beside the host; one iteration may be computed in vain.
+            iteration runs; what that one adds to a sequence that has ended is dropped. The
+            processors that fields of the generation config stand for run on the device, those that
+            look at the text (a repetition penalty, n-grams, bad words) included. Only a logits
+            processor of the caller's own class, a `prefix_allowed_tokens_fn` or a
+            `watermarking_config` runs on the host in the middle of every iteration: such a call
+            waits, whatever is said here. On the CPU nothing runs beside the host; one iteration may
+            be computed in vain.
         cuda_graph: True captures the iteration in a CUDA graph, in the first call of its kind, and
-            replays it; that needs a CUDA device and no processor that looks at the text. A plain
-            model captures anew in each call. Work that cannot be captured is an UnsupportedError
-            that names it. None: no graph in this version.
+            replays it; that needs a CUDA device and no processor on the host (else a ValueError
+            that names it). A plain model captures anew in each call. Work that cannot be captured
+            is an UnsupportedError that names it. None: no graph in this version.
         index_share: whether draft steps reuse the selection of the last accepted row and write
             nothing; None: as `index_share_for_mtp_iteration` of the config.
         generate_kwargs: any field of GenerationConfig; also `tokenizer` for `stop_strings`,

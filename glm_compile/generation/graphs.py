@@ -18,6 +18,7 @@ import torch
 from glm_compile.cache import PagedCache
 from glm_compile.capacity import note_held
 from glm_compile.errors import UnsupportedError
+from glm_compile.generation.device_processors import DeviceProcessors
 from glm_compile.generation.iteration import Block, Iteration
 from glm_compile.generation.request import Request
 from glm_compile.generation.state import needed_width, padded_eos
@@ -132,6 +133,7 @@ class GraphStore:
         }
         width = max(needed_width(request), cache.max_cache_len)
         width = 1 << (width - 1).bit_length()
+        assert isinstance(request.processor, DeviceProcessors)
         keeps_block = request.keeps_scores or request.keeps_logits
         key = (
             request.num_drafts,

@@ -24,17 +24,12 @@ from typing import TYPE_CHECKING
 import torch
 
 from glm_compile.cache import PagedCache
-from glm_compile.generation.accept import (
-    accept_greedy,
-    append_block,
-    clip_block,
-    last_kept,
-    last_row,
-)
+from glm_compile.generation.device_processors import DeviceProcessors
 from glm_compile.generation.randomness import Purpose, exponential, position_keys, uniform
 from glm_compile.generation.request import Request
 from glm_compile.generation.sampling import draw, has_weight, probabilities, reject
-from glm_compile.generation.state import FIRST_TOKEN, DecodingState
+from glm_compile.generation.state import DecodingState
+from glm_compile.ops.accept_block import accept_block
 
 if TYPE_CHECKING:
     from glm_compile.generation.steps import MtpSteps, TargetSteps
@@ -83,6 +78,7 @@ class Iteration:
         self.do_sample = request.do_sample
         self.num_drafts = request.num_drafts
         self.is_index_shared = request.is_index_shared
+        self.keeps_block = request.keeps_scores or request.keeps_logits
         self.target = target
         self.mtp = mtp
         self.cache = cache
@@ -93,6 +89,13 @@ class Iteration:
         self._first_row_B = torch.zeros(request.batch_size, dtype=torch.long, device=device)
         self._draft_numbers = torch.arange(max(request.num_drafts, 1), device=device)
         self._hidden_BSC: torch.Tensor | None = None
+
+    def load(self, request: Request) -> None:
+        """Start a call like the one that this object was made for."""
+        self.state.load(request)
+        if isinstance(self.processor, DeviceProcessors):
+            assert isinstance(request.processor, DeviceProcessors)
+            self.processor.take(request.processor)
 
     def run(self, view: HostView | None = None) -> Block:
         """All of it."""
@@ -112,46 +115,49 @@ class Iteration:
         """Accept, clip and append a block; that of the prompt has no drafts."""
         state = self.state
         scores_BSV = self._process(logits_BSV, view, 0)
+        num_tokens_B, has_weight_B = None, None
         if self.do_sample:
             probs_BSV = probabilities(scores_BSV)
             tokens_BS, num_tokens_B = self._reject(probs_BSV, drafts_Bk)
             has_weight_B = has_weight(probs_BSV, tokens_BS, num_tokens_B)
         else:
             tokens_BS = scores_BSV.argmax(dim=-1)
-            num_tokens_B = accept_greedy(tokens_BS, drafts_Bk)
-            has_weight_B = torch.ones_like(state.finished_B)
-        kept_B, finished_B = clip_block(
+        rules = self.processor if isinstance(self.processor, DeviceProcessors) else None
+        # Before the counts move on; without rules nobody asks for it.
+        starts_B = state.prompt_width + state.counts_B if rules and rules.rules else None
+        accept_block(
             tokens_BS,
-            num_tokens_B,
-            state.budget - state.counts_B,
-            state.finished_B,
-            state.eos_ids_E,
+            drafts_Bk,
+            num_tokens_B=num_tokens_B,
+            has_weight_B=has_weight_B,
+            eos_ids_E=state.eos_ids_E,
+            budget=state.budget,
+            prompt_width=state.prompt_width,
+            text_BW=state.text_BW,
+            counts_B=state.counts_B,
+            finished_B=state.finished_B,
+            kept_B=state.kept_B,
+            tokens_BS=state.tokens_BS,
+            bonus_B=state.bonus_B,
+            row_B=state.row_B,
+            result_BR=state.result_BR,
         )
-        append_block(state.text_BW, tokens_BS, kept_B, state.prompt_width + state.counts_B)
-        # Only the last token of a block can lack one: a draft without is never accepted.
-        is_drawn_B = has_weight_B | (kept_B < num_tokens_B)
-        state.tokens_BS[:, : tokens_BS.shape[1]].copy_(tokens_BS)
-        state.kept_B.copy_(kept_B)
-        state.counts_B.add_(kept_B)
-        state.finished_B.copy_(finished_B)
-        facts_B3 = torch.stack([kept_B, finished_B.long(), is_drawn_B.long()], dim=1)
-        state.result_BR[:, :FIRST_TOKEN].copy_(facts_B3)
-        state.result_BR[:, FIRST_TOKEN:].copy_(state.tokens_BS)
+        if rules is not None and starts_B is not None:
+            rules.note(tokens_BS, state.kept_B, starts_B)
         return Block(scores_BSV, logits_BSV)
 
     def propose(self, view: HostView | None = None) -> None:
         """Advance by what was kept, and draft behind it."""
         state = self.state
-        bonus_B = last_kept(state.tokens_BS, state.kept_B)
         if self.mtp is None:
             self.cache.advance(state.kept_B)
-            state.block_BS[:, 0].copy_(bonus_B)
+            state.block_BS[:, 0].copy_(state.bonus_B)
             return
         assert self._hidden_BSC is not None
-        row = self.mtp.extend(state.tokens_BS, self._hidden_BSC, last_row(state.kept_B), self.cache)
+        row = self.mtp.extend(state.tokens_BS, self._hidden_BSC, state.row_B, self.cache)
         self._hidden_BSC = None
         self.cache.advance(state.kept_B)
-        self.draft(bonus_B, view, *row)
+        self.draft(state.bonus_B, view, *row)
 
     def draft(
         self,
@@ -195,7 +201,7 @@ class Iteration:
                 self.cache.advance(1)
         if held_B is not None:
             self.cache.set_lengths(held_B)
-        state.block_BS.copy_(torch.cat([bonus_B[:, None], *drafts], dim=1))
+        torch.cat([bonus_B[:, None], *drafts], dim=1, out=state.block_BS)
         if state.draft_probs_BkV is not None:
             state.draft_probs_BkV.copy_(torch.cat(probs, dim=1))
 
@@ -233,11 +239,18 @@ class Iteration:
         self, logits_BSV: torch.Tensor, view: HostView | None, num_drafts_before: int
     ) -> torch.Tensor:
         """Scores of rows that follow the text so far and that many drafts."""
-        if view is None:
-            return self.processor(logits_BSV)
-        return self.processor(
+        state, processor = self.state, self.processor
+        if isinstance(processor, DeviceProcessors):
+            if not processor.rules and not self.do_sample and not self.keeps_block:
+                return logits_BSV  # the same argmax in any dtype
+            ends_B = state.counts_B
+            if processor.needs_text:
+                ends_B = state.prompt_width + ends_B
+            return processor(logits_BSV, state.text_BW, ends_B, num_drafts_before)
+        assert view is not None
+        return processor(
             logits_BSV,
-            self.state.text_BW,
+            state.text_BW,
             [end + num_drafts_before for end in view.ends],
             view.active,
             num_drafts_before,

@@ -19,7 +19,6 @@ from __future__ import annotations
 
 import time
 from collections import deque
-from collections.abc import Iterator
 from dataclasses import dataclass
 from itertools import zip_longest
 
@@ -31,6 +30,12 @@ from glm_compile.generation.output import ScoreRecord
 from glm_compile.generation.request import Request
 from glm_compile.generation.state import FINISHED, FIRST_TOKEN, IS_DRAWN, KEPT, ResultRing
 from glm_compile.generation.stopping import cut_by_criteria
+
+# Rows of prompts that are run at a time where the caller does not say, and what bounds them: the
+# elements of an indexer's scores, float32.
+MAX_PROMPT_ROWS = 4096
+MAX_PROMPT_SCORES = 1 << 30
+MIN_CHUNK = 64
 
 
 @dataclass(frozen=True)
@@ -98,8 +103,8 @@ class DecodingLoop:
         self.graphed = graphed
         self.target, self.mtp, self.cache = iteration.target, iteration.mtp, iteration.cache
         self.state = iteration.state
-        self.state.load(request)
-        self.in_halves = request.processor.needs_text
+        iteration.load(request)
+        self.in_halves = request.processor.needs_host
         self.is_overlapped = is_overlapped and not self.in_halves
         self.ring = ResultRing(self.state.result_BR)
         self.in_flight: deque[Launched] = deque()
@@ -284,14 +289,24 @@ class DecodingLoop:
         """Run the prompts, take each row's first token, and draft behind it."""
         prompt = self.request.prompt
         last_B = prompt.lengths_B - 1
-        hidden: list[torch.Tensor] = []
+        # Each position's MTP row is made from the token behind it; behind the last one is the
+        # bonus token, which the chunks with a last token have to wait for.
+        ahead_BP = prompt.ids_BP.roll(-1, dims=1)
+        drafts = self.mtp is not None and self.request.max_new_tokens > 1
+        first_end = int(last_B.min()) if drafts else 0
+        waiting: list[tuple[int, torch.Tensor]] = []
         logits_BV: torch.Tensor | None = None
-        for start, ids_BS in self._chunks(prompt.ids_BP):
-            row_B = (last_B - start).clamp(0, ids_BS.shape[1] - 1)
-            chunk_hidden_BSC, chunk_logits_BV = self.target.prompt(ids_BS, row_B, self.cache)
-            hidden.append(chunk_hidden_BSC)
+        for start, stop in self._chunks():
+            row_B = (last_B - start).clamp(0, stop - start - 1)
+            self.cache.set_lengths(start)
+            ids_BS = prompt.ids_BP[:, start:stop].contiguous()
+            hidden_BSC, chunk_logits_BV = self.target.prompt(ids_BS, row_B, self.cache)
             # Until the chunk that holds a row's last token its choice does not count.
             logits_BV = _choose(last_B >= start, chunk_logits_BV, logits_BV)
+            if drafts and stop <= first_end:
+                self._extend_chunk(ahead_BP, start, hidden_BSC, row_B)
+            elif drafts:
+                waiting.append((start, hidden_BSC))
         assert logits_BV is not None
         self.cache.set_lengths(prompt.lengths_B)
         random_state = self._random_state()
@@ -300,27 +315,39 @@ class DecodingLoop:
         if not self.is_overlapped:
             self._settle()
         bonus_B = self.state.tokens_BS[:, 0]
-        if self.mtp is None or not self._may_go_on():
+        if not drafts or not self._may_go_on():
             self.state.block_BS[:, 0].copy_(bonus_B)
             return
 
-        # Each position's MTP row is made from the token behind it; behind the last one is the
-        # bonus.
-        ahead_BP = prompt.ids_BP.roll(-1, dims=1).scatter(1, last_B[:, None], bonus_B[:, None])
+        ahead_BP.scatter_(1, last_B[:, None], bonus_B[:, None])
         row: tuple[torch.Tensor, ...] = ()
-        for (start, ids_BS), hidden_BSC in zip(self._chunks(ahead_BP), hidden):
-            row_B = (last_B - start).clamp(0, ids_BS.shape[1] - 1)
-            chunk = self.mtp.extend_prompt(ids_BS, hidden_BSC, row_B, self.cache)
+        for start, hidden_BSC in waiting:
+            row_B = (last_B - start).clamp(0, hidden_BSC.shape[1] - 1)
+            chunk = self._extend_chunk(ahead_BP, start, hidden_BSC, row_B)
             row = tuple(_choose(last_B >= start, new, old) for new, old in zip_longest(chunk, row))
         self.cache.set_lengths(prompt.lengths_B)
         self.iteration.draft(bonus_B, self._view(), *row)
 
-    def _chunks(self, ids_BP: torch.Tensor) -> Iterator[tuple[int, torch.Tensor]]:
-        """Yield (start, ids [B,S]) with the cache's lengths at the chunk's start."""
-        size = self.request.prefill_chunk_size or ids_BP.shape[1]
-        for start in range(0, ids_BP.shape[1], size):
-            self.cache.set_lengths(start)
-            yield start, ids_BP[:, start : start + size].contiguous()
+    def _extend_chunk(
+        self, ahead_BP: torch.Tensor, start: int, hidden_BSC: torch.Tensor, row_B: torch.Tensor
+    ) -> tuple[torch.Tensor, ...]:
+        assert self.mtp is not None
+        self.cache.set_lengths(start)
+        ids_BS = ahead_BP[:, start : start + hidden_BSC.shape[1]].contiguous()
+        return self.mtp.extend_prompt(ids_BS, hidden_BSC, row_B, self.cache)
+
+    def _chunks(self) -> list[tuple[int, int]]:
+        """First and last column but one of each part of the prompts that is run at a time."""
+        width, size = self.request.prompt.ids_BP.shape[1], self.request.prefill_chunk_size
+        if size is None:
+            # The scores of a row are as wide as the cache.
+            num_rows = min(MAX_PROMPT_ROWS, MAX_PROMPT_SCORES // self.cache.max_cache_len)
+            size = max(num_rows // self.request.batch_size, MIN_CHUNK)
+        starts = list(range(0, width, size))
+        # A dynamic size of one is another graph.
+        if width - starts[-1] == 1 and len(starts) > 1 and size > 2:
+            starts[-1] -= 1
+        return list(zip(starts, [*starts[1:], width]))
 
 
 def _choose(take_new_B: torch.Tensor, new: torch.Tensor, old: torch.Tensor | None) -> torch.Tensor:

@@ -1,5 +1,9 @@
 """transformers' logits processors on ragged blocks: every row gets its own prefix.
 
+Processors that transformers prepares from a generation config run on the device (see
+`device_processors`). This module decides which list can, and calls on the host what cannot: a
+caller's own processor, a `prefix_allowed_tokens_fn`, a watermark.
+
 B batch, S rows of a block, V vocabulary, W width of the text buffer.
 
 transformers calls a processor with `input_ids [B, length]` and one row of scores for each sequence.
@@ -18,24 +22,8 @@ from typing import Any
 import torch
 from transformers.generation import logits_process
 
-# Processors that never look at the text: one call serves all rows of a block.
-_TEXT_FREE = frozenset(
-    {
-        "EpsilonLogitsWarper",
-        "EtaLogitsWarper",
-        "InfNanRemoveLogitsProcessor",
-        "LogitNormalization",
-        "MinPLogitsWarper",
-        "SuppressTokensLogitsProcessor",
-        "TemperatureLogitsWarper",
-        "TopHLogitsWarper",
-        "TopKLogitsWarper",
-        "TopPLogitsWarper",
-        "TypicalLogitsWarper",
-    }
-)
-# Of these, the ones that wait for the device: torch's Categorical looks at its arguments' values.
-_WAITING = frozenset({"EtaLogitsWarper", "TopHLogitsWarper"})
+from glm_compile.generation.device_processors import DeviceProcessors, runs_on_device
+
 # Processors that remember what they were called with, or run the model: a rejected draft would stay
 # in them.
 _REFUSED = {
@@ -49,8 +37,36 @@ _REFUSED = {
 }
 
 
-class ScoreProcessor:
-    """Logits to scores in float32, through a list of processors.
+def make_processors(
+    processors: Iterable[Any],
+    *,
+    prompt_BW: torch.Tensor,
+    vocab_size: int,
+    eos_ids: Iterable[int] = (),
+    max_length: int | None = None,
+    fill_id: int = 0,
+) -> DeviceProcessors | HostProcessors:
+    """The processors of a call: on the device if all of them can be there, else on the host.
+
+    Args:
+        processors: callables `(input_ids [B, length], scores [B, V]) -> scores`, or lists of them.
+        prompt_BW: the prompts with their padding on the left.
+        vocab_size: V.
+        eos_ids, max_length, fill_id: as for `HostProcessors`.
+
+    Raises:
+        ValueError: a processor that cannot work on drafted tokens, or is none.
+    """
+    flat = list(_flatten(processors))
+    for processor in flat:
+        _check(processor)
+    if all(runs_on_device(processor) for processor in flat):
+        return DeviceProcessors(flat, prompt_BW=prompt_BW, vocab_size=vocab_size)
+    return HostProcessors(flat, eos_ids=eos_ids, max_length=max_length, fill_id=fill_id)
+
+
+class HostProcessors:
+    """Logits to scores in float32, through a list of processors that the host calls.
 
     Processors get the prefixes that plain decoding may come to: no row behind the budget's last
     token, and none of the caller's own (a processor, a `prefix_allowed_tokens_fn`) behind a drafted
@@ -63,11 +79,13 @@ class ScoreProcessor:
         fill_id: stands behind a sequence that is shorter than the prefix of a call.
 
     Attributes:
-        needs_text: whether a processor looks at the prefix; then the loop must know lengths on the
-            host.
-        why_host: names the processors that need the host in every iteration; None if none does.
-        signature: equal for two lists that launch the same work, as far as that can be told.
+        needs_host: always; the loop must know lengths on the host.
+        needs_text: always; drafts have to stand behind the text.
+        why_host: names the processors that need the host in every iteration.
     """
+
+    needs_host = True
+    needs_text = True
 
     def __init__(
         self,
@@ -77,13 +95,9 @@ class ScoreProcessor:
         max_length: int | None = None,
         fill_id: int = 0,
     ) -> None:
-        flat = list(_flatten(processors))
-        for processor in flat:
-            _check(processor)
-        self.needs_text = any(not _is_text_free(p) for p in flat)
-        waiting = [p for p in flat if not _is_text_free(p) or type(p).__name__ in _WAITING]
-        self.why_host = ", ".join(dict.fromkeys(_name(p) for p in waiting)) or None
-        self.signature = tuple(_signature(p) for p in flat)
+        flat = list(processors)
+        waiting = [p for p in flat if not runs_on_device(p)]
+        self.why_host: str | None = ", ".join(dict.fromkeys(_name(p) for p in waiting))
         self._has_callbacks = any(_calls_the_caller(p) for p in flat)
         self._processors = [self._guard_callback(p) for p in flat]
         self._eos_ids = frozenset(eos_ids)
@@ -97,16 +111,16 @@ class ScoreProcessor:
     def __call__(
         self,
         logits_BSV: torch.Tensor,
-        text_BW: torch.Tensor | None = None,
-        first_ends: Sequence[int] = (),
-        active: Sequence[bool] = (),
+        text_BW: torch.Tensor,
+        first_ends: Sequence[int],
+        active: Sequence[bool],
         num_drafts: int = 0,
     ) -> torch.Tensor:
         """Scores [B,S,V]. Row s of sequence b follows the prefix `text_BW[b, : first_ends[b] + s]`.
 
         Args:
             logits_BSV: any floating dtype.
-            text_BW: tokens, drafts included; needed when `needs_text`, as are the two lists.
+            text_BW: tokens, drafts included.
             first_ends: length of the prefix of row 0, per sequence.
             active: sequences whose rows count.
             num_drafts: how many tokens at the end of row 0's prefix are drafts already.
@@ -114,14 +128,6 @@ class ScoreProcessor:
         # A copy: processors may write into the scores, and the logits may be asked for.
         scores_BSV = logits_BSV.to(torch.float32, copy=True)
         self._refused = set()
-        if not self._processors:
-            return scores_BSV
-        if not self.needs_text:
-            batch_size, num_rows, vocab_size = scores_BSV.shape
-            scores_RV = scores_BSV.view(batch_size * num_rows, vocab_size)
-            no_text = torch.zeros(scores_RV.shape[0], 1, dtype=torch.long, device=scores_RV.device)
-            return self._apply(no_text, scores_RV).view(batch_size, num_rows, vocab_size)
-        assert text_BW is not None
         counts = self._reachable(text_BW, first_ends, logits_BSV.shape[1], num_drafts)
         processed_BSV = scores_BSV.clone()
         for length, rows in prefix_groups(first_ends, active, counts):
@@ -202,7 +208,7 @@ class ScoreProcessor:
 class _GuardedPrefixConstraint:
     """A `prefix_allowed_tokens_fn` that never sees a prefix that nobody generated."""
 
-    def __init__(self, processor: Any, owner: ScoreProcessor) -> None:
+    def __init__(self, processor: Any, owner: HostProcessors) -> None:
         self._allowed_tokens = processor._prefix_allowed_tokens_fn
         self._rows_per_prompt = processor._num_beams
         self._owner = owner
@@ -285,34 +291,6 @@ def _calls_the_caller(processor: Any) -> bool:
 
 def _name(processor: Any) -> str:
     return getattr(processor, "__name__", type(processor).__name__)
-
-
-class _Same:
-    """Equal to another one of the same object only, which it keeps."""
-
-    def __init__(self, value: Any) -> None:
-        self.value = value
-
-    def __eq__(self, other: object) -> bool:
-        return isinstance(other, _Same) and self.value is other.value
-
-    def __hash__(self) -> int:
-        return id(self.value)
-
-
-def _signature(processor: Any) -> Any:
-    """Class and settings; anything but a plain value is compared by identity."""
-    if not _is_text_free(processor):
-        return _Same(processor)
-    settings = sorted(vars(processor).items())
-    plain = (bool, int, float, str, type(None))
-    return type(processor), tuple(
-        (name, value if isinstance(value, plain) else _Same(value)) for name, value in settings
-    )
-
-
-def _is_text_free(processor: Any) -> bool:
-    return _is_from_transformers(processor) and type(processor).__name__ in _TEXT_FREE
 
 
 def _check(processor: Any) -> None:

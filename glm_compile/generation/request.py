@@ -15,7 +15,8 @@ from typing import Any
 import torch
 from transformers import GenerationConfig, RepetitionPenaltyLogitsProcessor
 
-from glm_compile.generation.processors import ScoreProcessor
+from glm_compile.generation.device_processors import DeviceProcessors
+from glm_compile.generation.processors import HostProcessors, make_processors
 from glm_compile.generation.prompt import Prompt, compact_prompt
 from glm_compile.generation.stopping import StopRules
 
@@ -53,7 +54,7 @@ class Request:
     do_sample: bool
     pad_id: int
     stop: StopRules
-    processor: ScoreProcessor
+    processor: DeviceProcessors | HostProcessors
     num_drafts: int
     is_index_shared: bool
     streamer: Any
@@ -157,7 +158,11 @@ def check_cuda_graph(cuda_graph: bool | None, device: torch.device) -> None:
 
 
 def wants_cuda_graph(
-    cuda_graph: bool | None, processor: ScoreProcessor, model: Any, *, is_compiled: bool
+    cuda_graph: bool | None,
+    processor: DeviceProcessors | HostProcessors,
+    model: Any,
+    *,
+    is_compiled: bool,
 ) -> bool:
     """Whether the iteration is captured.
 
@@ -462,8 +467,10 @@ def build_request(
         do_sample=bool(config.do_sample),
         pad_id=pad_id,
         stop=stop,
-        processor=ScoreProcessor(
+        processor=make_processors(
             [_ignore_padding(p, prompt, attention_mask) for p in logits_processor],
+            prompt_BW=prompt.aligned_ids_BW,
+            vocab_size=vocab_size,
             eos_ids=stop.eos_ids,
             max_length=prompt.given_width + max_new_tokens,
             fill_id=pad_id,

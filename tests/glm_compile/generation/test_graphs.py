@@ -162,6 +162,27 @@ def test_calls_in_turn_share_a_graph(
     assert len({id(loop.graphed) for loop in loops}) == 1
 
 
+@pytest.mark.parametrize("num_drafts", [0, 2])
+def test_calls_with_processors_share_a_graph(
+    model: Any, steps: Any, loops: list[Any], num_drafts: int
+) -> None:
+    """Of the text before nothing is left; limits, ends and forbidden tokens are each call's own."""
+    for length, forbidden in ((12, [4, 5]), (7, [6]), (12, [4, 5])):
+        fields: dict[str, Any] = {
+            "repetition_penalty": 1.6,
+            "min_new_tokens": 5,
+            "suppress_tokens": forbidden,
+            "no_repeat_ngram_size": 2,
+            "forced_eos_token_id": 7,
+            "eos_token_id": list(range(0, 512, 3)),
+        }
+        result = run(model, pair(length), random_mtp(model), num_draft_tokens=num_drafts, **fields)
+        for sequence, row in zip(result.sequences, pair(length)):
+            expected = greedy_reference(model, row[None], NEW, **fields)[0]
+            assert torch.equal(sequence[: len(expected)], expected)
+    assert len({id(loop.graphed) for loop in loops}) == 1 and captures(loops[-1]) == 1
+
+
 def test_a_short_call_captures_nothing(model: Any, steps: Any, loops: list[Any]) -> None:
     """Its one iteration behind the prompt is the warm-up."""
     assert_plain(run(model, pair(), max_new_tokens=2), model, pair(), 2)

@@ -9,6 +9,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import glm_compile
+from glm_compile.generation import loop as loop_module
 from tests.glm_compile.generation.drafts import (
     NEW,
     VOCAB,
@@ -160,6 +161,47 @@ def test_prompts_in_chunks(model: Any) -> None:
         )
         assert torch.equal(chunked.sequences, whole.sequences)
         assert torch.equal(chunked.accept_lengths, whole.accept_lengths)
+
+
+@pytest.mark.parametrize("max_rows", [2 * 4, 2 * 7])
+def test_long_prompts_are_run_in_parts(
+    model: Any, monkeypatch: pytest.MonkeyPatch, max_rows: int
+) -> None:
+    """The same text and the same cache, MTP rows included; no part is one column wide."""
+    monkeypatch.setattr(loop_module, "MIN_CHUNK", 1)
+    rows = [prompt_of(14), prompt_of(29, 1)]
+    ids, mask = padded(rows, "left")
+    mtp, widths = random_mtp(model), []
+    call: dict[str, Any] = {"attention_mask": mask, "num_draft_tokens": 2}
+    whole = run(model, ids, mtp, **call)
+    caches = []
+    for limit in (1 << 20, max_rows):
+        monkeypatch.setattr(loop_module, "MAX_PROMPT_ROWS", limit)
+        loop = capture_loop(monkeypatch, model, ids, mtp, **call)
+        monkeypatch.setattr(loop_module, "MIN_CHUNK", 1)
+        monkeypatch.setattr(loop_module, "MAX_PROMPT_ROWS", limit)
+        prompt = loop.target.prompt
+
+        def noted(ids_BS: torch.Tensor, *rest: Any, prompt: Any = prompt) -> Any:
+            widths.append(ids_BS.shape[1])
+            return prompt(ids_BS, *rest)
+
+        loop.target.prompt = noted
+        loop._prefill()
+        caches.append([cached_rows(loop.cache, layer, b) for layer in (0, -1) for b in (0, 1)])
+    assert widths[0] == 29 and sum(widths[1:]) == 29 and len(widths) > 4 and min(widths) > 1
+    for ours, theirs in zip(caches[1], caches[0]):
+        torch.testing.assert_close(ours, theirs)
+    assert torch.equal(run(model, ids, mtp, **call).sequences, whole.sequences)
+
+
+def test_the_scores_of_a_part_are_bounded(model: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    loop = capture_loop(monkeypatch, model, prompt_of(50), max_cache_len=1024)
+    monkeypatch.setattr(loop_module, "MIN_CHUNK", 1)
+    monkeypatch.setattr(loop_module, "MAX_PROMPT_SCORES", 12 * loop.cache.max_cache_len)
+    assert [stop - start for start, stop in loop._chunks()] == [12, 12, 12, 12, 2]
+    monkeypatch.setattr(loop_module, "MAX_PROMPT_SCORES", 7 * loop.cache.max_cache_len)
+    assert [stop - start for start, stop in loop._chunks()] == [7, 7, 7, 7, 7, 7, 6, 2]
 
 
 # -- the caches behind it ----------------------------------------------------------------------

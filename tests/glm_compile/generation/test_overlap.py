@@ -107,9 +107,23 @@ CASES: dict[str, dict[str, Any]] = {
     "criterion and eos": {"stop_text": [(1, 5)], "eos_text": [(0, 8)]},
     "scores": {"output_scores": True, "output_logits": True, "eos_text": [(0, 6)]},
     "criterion with scores": {"stop_text": [(0, 6)], "output_scores": True},
-    "processor that looks at the text": {"repetition_penalty": 1.3, "output_scores": True},
+    "processors that look at the text": {
+        "repetition_penalty": 1.3,
+        "no_repeat_ngram_size": 2,
+        "min_new_tokens": 3,
+        "output_scores": True,
+    },
     "processor and criterion": {"no_repeat_ngram_size": 2, "stop_text": [(0, 3)]},
-    "own processor": {"logits_processor": [lambda ids, scores: scores.roll(1, dims=-1)]},
+    "sampling with processors": {
+        "do_sample": True,
+        "repetition_penalty": 1.5,
+        "bad_words_ids": [[7], [5, 6]],
+        "eos_token_id": list(range(0, VOCAB, 9)),
+        "min_new_tokens": 4,
+    },
+    "own processor on the host": {
+        "logits_processor": [lambda ids, scores: scores.roll(1, dims=-1)]
+    },
     "warpers": {"do_sample": True, "temperature": 1.7, "top_k": 50, "top_p": 0.9},
     "sampling": {"do_sample": True, "eos_token_id": list(range(0, VOCAB, 9))},
     "plain": {"num_draft_tokens": 0, "eos_text": [(0, 4), (1, 2)]},
@@ -147,8 +161,8 @@ def test_a_host_that_runs_ahead_gets_the_same(
         )
         states.append(torch.get_rng_state())
         loop = loops[-1]
-        over = loop.request.processor.needs_text
-        assert loop.is_overlapped == (overlap and not over)
+        needs_host = "on the host" in case
+        assert loop.is_overlapped == (overlap and not needs_host)
         facts = [loop.counts, loop.finished, loop.cache.lengths.tolist()]
         facts += [loop.state.counts_B.tolist(), loop.state.finished_B.tolist()]
         rows = [r for layer in range(len(loop.cache.layers)) for b in range(2)
@@ -379,6 +393,10 @@ def test_a_processor_that_needs_the_host_takes_no_graph(model: Any, loops: list[
         run(model, ids, do_sample=True, max_new_tokens=1, **fields)
         return loops[-1].request.processor
 
+    looking = {"repetition_penalty": 1.2, "no_repeat_ngram_size": 3, "eta_cutoff": 0.1}
+    for fields in ({}, looking):
+        assert processor_of(**fields).why_host is None
+        assert processor_of(**fields).signature == processor_of(**fields).signature
     free = processor_of(temperature=0.5, top_p=0.9)
     assert free.why_host is None
     assert free.signature == processor_of(temperature=0.5, top_p=0.9).signature
@@ -386,8 +404,11 @@ def test_a_processor_that_needs_the_host_takes_no_graph(model: Any, loops: list[
     assert wants_cuda_graph(True, free, model, is_compiled=False)
     assert not wants_cuda_graph(None, free, model, is_compiled=True)  # not on this device
     for fields, name in (
-        ({"repetition_penalty": 1.2}, "RepetitionPenaltyLogitsProcessor"),
-        ({"eta_cutoff": 0.1}, "EtaLogitsWarper"),
+        (
+            {"repetition_penalty": 1.2, "prefix_allowed_tokens_fn": lambda b, prefix: [1]},
+            "PrefixConstrainedLogitsProcessor",
+        ),
+        ({"watermarking_config": {}}, "WatermarkLogitsProcessor"),
         ({"logits_processor": [lambda ids, scores: scores]}, "<lambda>"),
     ):
         processor = processor_of(**fields)

@@ -79,6 +79,33 @@ MODES = [
 CASES: dict[str, dict[str, Any]] = {
     "greedy": {},
     "sampling": {"do_sample": True, "temperature": 0.8, "top_p": 0.9},
+    "processors": {
+        "repetition_penalty": 1.3,
+        "no_repeat_ngram_size": 3,
+        "encoder_no_repeat_ngram_size": 4,
+        "encoder_repetition_penalty": 0.8,
+        "bad_words_ids": [[7], [5, 6], [9, 6]],
+        "sequence_bias": [[[11], 0.5], [[12, 13], 1.0]],
+        "min_new_tokens": 4,
+        "suppress_tokens": list(range(100, 180)),
+        "begin_suppress_tokens": [3, 4],
+        "exponential_decay_length_penalty": (6, 1.2),
+        "forced_eos_token_id": 20,
+        "remove_invalid_values": True,
+        "renormalize_logits": True,
+    },
+    "sampling with processors": {
+        "do_sample": True,
+        "repetition_penalty": 1.3,
+        "no_repeat_ngram_size": 2,
+        "bad_words_ids": [[7], [5, 6], [9, 6]],
+        "top_k": 90,
+        "min_p": 0.001,
+        "typical_p": 0.95,
+        "epsilon_cutoff": 1e-4,
+        "eta_cutoff": 1e-4,
+        "top_h": 0.9,
+    },
     "plain": {"num_draft_tokens": 0},
     "plain sampling": {"num_draft_tokens": 0, "do_sample": True},
     "scores": {"output_scores": True, "output_logits": True},
@@ -110,13 +137,16 @@ def test_all_modes_give_the_same(models: Any, loops: list[Any], case: str) -> No
             if getattr(results[0], name) is not None:
                 ours, theirs = getattr(result, name), getattr(results[0], name)
                 torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-4)
-    if case in ("greedy", "plain"):
+    if case in ("greedy", "plain", "processors"):
         expected = generate(models[0], ids, attention_mask=mask, eos_token_id=eos, **CASES[case])
         assert torch.equal(results[0].sequences.cpu(), expected.sequences)
 
 
 @pytest.mark.parametrize("graph", [True, False])
-@pytest.mark.parametrize("case", ["greedy", "sampling", "plain sampling"])
+@pytest.mark.parametrize(
+    "case",
+    ["greedy", "sampling", "plain sampling", "processors", "sampling with processors"],
+)
 def test_nothing_in_the_loop_waits(
     models: Any, monkeypatch: pytest.MonkeyPatch, graph: bool, case: str
 ) -> None:
@@ -148,6 +178,41 @@ def test_results_are_read_while_the_next_iteration_is_on_its_way(
     monkeypatch.setattr(ResultRing, "read", lambda r, slot: log.append("read") or read(r, slot))
     generate(models[1], prompt_of(12), cuda_graph=True)
     assert log[:5] == ["launch", "launch", "read", "launch", "read"]
+
+
+@pytest.mark.parametrize("graph", [True, False])
+def test_a_processor_of_the_callers_own(models: Any, graph: bool) -> None:
+    """It runs on the host; a graph is refused by its name."""
+
+    def forbids_what_came_last(ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
+        return scores.scatter(1, ids[:, -1:], -torch.inf)
+
+    ids, mask = padded([prompt_of(12), prompt_of(5, 1)], "left")
+    fields = {
+        "attention_mask": mask,
+        "logits_processor": [forbids_what_came_last],
+        "repetition_penalty": 1.3,
+    }
+    if graph:
+        with pytest.raises(ValueError, match="cannot be had with forbids_what_came_last"):
+            generate(models[1], ids, cuda_graph=True, **fields)
+        return
+    got = generate(models[1], ids, **fields)
+    assert torch.equal(got.sequences.cpu(), generate(models[0], ids, **fields).sequences)
+
+
+def test_calls_with_processors_in_turn_share_a_graph(models: Any, loops: list[Any]) -> None:
+    """Nothing of the text before is left in a penalty, and limits follow the prompt."""
+    fields = {
+        "repetition_penalty": 1.5,
+        "min_new_tokens": 5,
+        "eos_token_id": list(range(0, 512, 3)),
+    }
+    for ids in (prompt_of(12), prompt_of(3, 2), prompt_of(25, 3)):
+        got = generate(models[1], ids, cuda_graph=True, **fields)
+        assert torch.equal(got.sequences.cpu(), generate(models[0], ids, **fields).sequences)
+    graphs = {id(loop.graphed): loop.graphed for loop in loops if loop.graphed}
+    assert [graphed.num_captures for graphed in graphs.values()] == [1]
 
 
 def test_calls_in_turn_share_a_graph(models: Any, loops: list[Any]) -> None:

@@ -12,12 +12,19 @@ from transformers.generation.logits_process import (
     PrefixConstrainedLogitsProcessor,
     SynthIDTextWatermarkLogitsProcessor,
     TemperatureLogitsWarper,
-    TopKLogitsWarper,
 )
 
-from glm_compile.generation.processors import ScoreProcessor, prefix_groups
+from glm_compile.generation.processors import (
+    HostProcessors,
+    make_processors,
+    prefix_groups,
+)
 
 VOCAB = 12
+
+
+def make(processors: Any) -> Any:
+    return make_processors(processors, prompt_BW=torch.zeros(1, 2).long(), vocab_size=VOCAB)
 
 
 class SumOfPrefix(LogitsProcessor):
@@ -48,7 +55,7 @@ def test_each_row_gets_its_own_prefix() -> None:
     processor = SumOfPrefix()
     text = torch.randint(0, VOCAB, (2, 10))
     logits = torch.randn(2, 3, VOCAB, dtype=torch.bfloat16)
-    scores = ScoreProcessor([processor])(logits, text, [4, 6], [True, True])
+    scores = HostProcessors([processor])(logits, text, [4, 6], [True, True])
     expected = logits.float()
     for b, first in enumerate((4, 6)):
         for s in range(3):
@@ -60,18 +67,8 @@ def test_each_row_gets_its_own_prefix() -> None:
 def test_one_sequence_is_asked_as_plain_decoding_would() -> None:
     processor = SumOfPrefix()
     text = torch.arange(8)[None]
-    ScoreProcessor([processor])(torch.randn(1, 3, VOCAB), text, [2], [True])
+    HostProcessors([processor])(torch.randn(1, 3, VOCAB), text, [2], [True])
     assert processor.prefixes == [[0, 1], [0, 1, 2], [0, 1, 2, 3]]
-
-
-def test_processors_that_ignore_the_text_run_once_for_all_rows() -> None:
-    warpers = LogitsProcessorList([TemperatureLogitsWarper(0.5), TopKLogitsWarper(3)])
-    processor = ScoreProcessor(warpers)
-    assert not processor.needs_text
-    logits = torch.randn(2, 3, VOCAB)
-    scores = processor(logits)
-    for b in range(2):
-        assert torch.equal(scores[b], warpers(torch.zeros(3, 1, dtype=torch.long), logits[b]))
 
 
 def test_the_logits_are_left_alone() -> None:
@@ -81,7 +78,7 @@ def test_the_logits_are_left_alone() -> None:
 
     logits = torch.randn(1, 2, VOCAB)
     before = logits.clone()
-    assert (ScoreProcessor([InPlace()])(logits, torch.zeros(1, 5).long(), [2], [True]) == 0).all()
+    assert (HostProcessors([InPlace()])(logits, torch.zeros(1, 5).long(), [2], [True]) == 0).all()
     assert torch.equal(logits, before)
 
 
@@ -93,7 +90,7 @@ def test_an_entry_per_sequence_keeps_its_sequence() -> None:
             return scores + self.bias_BV
 
     logits = torch.randn(2, 3, VOCAB)
-    scores = ScoreProcessor([Bias()])(logits, torch.zeros(2, 9).long(), [3, 4], [True, True])
+    scores = HostProcessors([Bias()])(logits, torch.zeros(2, 9).long(), [3, 4], [True, True])
     assert torch.equal(scores, logits + Bias.bias_BV[:, None])
 
 
@@ -106,7 +103,7 @@ def test_a_prefix_callback_sees_only_generated_prefixes() -> None:
 
     constraint = PrefixConstrainedLogitsProcessor(allowed, 1)
     text = torch.tensor([[1, 2, 3, 4], [6, 7, 8, 9], [0, 0, 0, 0]])
-    scores = ScoreProcessor([constraint])(
+    scores = HostProcessors([constraint])(
         torch.zeros(3, 1, VOCAB), text, [2, 3, 1], [True, True, False]
     )
     assert seen == [(0, [1, 2]), (1, [6, 7, 8])]
@@ -115,7 +112,7 @@ def test_a_prefix_callback_sees_only_generated_prefixes() -> None:
 
 def test_a_prefix_callback_that_allows_nothing_is_an_error_where_a_token_is_kept() -> None:
     constraint = PrefixConstrainedLogitsProcessor(lambda b, p: [] if len(p) > b else [3], 1)
-    processor = ScoreProcessor([constraint])
+    processor = HostProcessors([constraint])
     scores = processor(torch.zeros(2, 2, VOCAB), torch.zeros(2, 4).long(), [1, 1], [True, True])
     assert scores.isfinite().sum(dim=-1).tolist() == [[0, 0], [1, 0]]
     processor.check_kept([0, 1])
@@ -128,7 +125,7 @@ def test_a_prefix_callback_that_allows_nothing_is_an_error_where_a_token_is_kept
 def test_a_prefix_callback_that_returns_no_ids_is_an_error(allowed: Any) -> None:
     constraint = PrefixConstrainedLogitsProcessor(lambda prompt, prefix: allowed, 1)
     with pytest.raises(ValueError, match=r"prefix_allowed_tokens_fn must return .* 0\.\.11"):
-        ScoreProcessor([constraint])(
+        HostProcessors([constraint])(
             torch.zeros(1, 1, VOCAB), torch.zeros(1, 3).long(), [2], [True]
         )
 
@@ -139,7 +136,7 @@ def test_a_constraint_holds_even_if_its_tokens_are_forbidden_otherwise() -> None
         PrefixConstrainedLogitsProcessor(lambda b, prefix: [7 - b], 1),
     ]
     text, logits = torch.zeros(2, 4).long(), torch.randn(2, VOCAB)
-    scores = ScoreProcessor(processors)(logits[:, None], text, [4, 4], [True, True])[:, 0]
+    scores = HostProcessors(processors)(logits[:, None], text, [4, 4], [True, True])[:, 0]
     assert torch.equal(scores, LogitsProcessorList(processors)(text, logits))
     assert scores[0, 7] == 0
 
@@ -161,7 +158,7 @@ def test_rows_behind_the_end_are_not_shown() -> None:
     text = torch.tensor([[4, 5, 9, 6, 7, 8]])
     before = text.clone()
     shown = Notes()
-    processor = ScoreProcessor([shown], eos_ids=[9], max_length=20)
+    processor = HostProcessors([shown], eos_ids=[9], max_length=20)
     scores = processor(torch.zeros(1, 4, VOCAB), text, [2], [True])
     assert shown.texts == [[[4, 5]]]
     assert torch.equal(text, before)
@@ -177,13 +174,13 @@ def test_a_draft_that_ends_the_sequence_counts_in_the_prefix(
     text = torch.tensor([[9, 5, 6, 9, 7, 8]])
     # The id is the token at index 3; the prompt's own does not count.
     first_end = 2 + num_drafts
-    processor = ScoreProcessor([Notes()], eos_ids=[9])
+    processor = HostProcessors([Notes()], eos_ids=[9])
     scores = processor(torch.zeros(1, 3, VOCAB), text, [first_end], [True], num_drafts)
     assert scores[0, :, 0].tolist() == expected
 
 
 def test_rows_behind_the_budget_are_left_alone() -> None:
-    processor = ScoreProcessor([Notes()], max_length=5)
+    processor = HostProcessors([Notes()], max_length=5)
     text = torch.zeros(2, 9).long()
     scores = processor(torch.zeros(2, 3, VOCAB), text, [3, 5], [True, True])
     assert scores[:, :, 0].tolist() == [[1, 1, 0], [0, 0, 0]]
@@ -193,16 +190,18 @@ def test_a_sequence_without_a_row_is_shown_as_finished() -> None:
     """Neither old drafts nor later tokens stand behind what it has."""
     shown = Notes()
     text = torch.tensor([[1, 2, 3, 8, 8, 8], [4, 5, 6, 7, 1, 8]])
-    processor = ScoreProcessor([shown], fill_id=11)
+    processor = HostProcessors([shown], fill_id=11)
     processor(torch.zeros(2, 1, VOCAB), text, [2, 5], [True, True])
     assert shown.texts == [[[1, 2], [4, 5]], [[1, 2, 11, 11, 11], [4, 5, 6, 7, 1]]]
 
 
 def test_nested_lists_are_looked_into() -> None:
     nested = LogitsProcessorList([LogitsProcessorList([TemperatureLogitsWarper(0.5)])])
-    processor = ScoreProcessor(nested)
-    assert not processor.needs_text
-    assert torch.equal(processor(torch.ones(1, 1, VOCAB)), torch.full((1, 1, VOCAB), 2.0))
+    processors = make(nested)
+    assert not processors.needs_host and not processors.needs_text
+    text = torch.zeros(1, 2).long()
+    doubled = processors(torch.ones(1, 1, VOCAB), text, torch.tensor([1]))
+    assert torch.equal(doubled, torch.full((1, 1, VOCAB), 2.0))
 
 
 def test_scores_of_another_shape_are_an_error() -> None:
@@ -210,7 +209,7 @@ def test_scores_of_another_shape_are_an_error() -> None:
         return scores[:, :-1]
 
     with pytest.raises(ValueError, match="must return scores of shape"):
-        ScoreProcessor([broken])(torch.zeros(1, 1, VOCAB), torch.zeros(1, 3).long(), [2], [True])
+        HostProcessors([broken])(torch.zeros(1, 1, VOCAB), torch.zeros(1, 3).long(), [2], [True])
 
 
 class OwnSynthID(SynthIDTextWatermarkLogitsProcessor):
@@ -225,10 +224,10 @@ def test_a_processor_with_a_memory_is_refused(kind: Any, wrap: Any) -> None:
         context_history_size=8, device=torch.device("cpu"),
     )  # fmt: skip
     with pytest.raises(ValueError, match="watermarking_config"):
-        ScoreProcessor(wrap([stateful]))
+        make(wrap([stateful]))
 
 
 @pytest.mark.parametrize("processor", [3, lambda ids, scores, step: scores])
 def test_what_cannot_be_called_with_text_and_scores_is_refused(processor: Any) -> None:
     with pytest.raises(ValueError, match="generate: logits"):
-        ScoreProcessor([processor])
+        make([processor])
