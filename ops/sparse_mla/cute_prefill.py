@@ -75,10 +75,11 @@ _LAST = 1 << 30
 _CUTE_INDEX = {torch.int32: Int32, torch.int64: Int64}
 
 # The sizes of the ring are from one NVIDIA H200 on 2026-11-30: 2048 rows of 64 heads, 2048 of 128K
-# tokens each, of their own (all rows the same), in microseconds with about 50 of the host's. Tokens
-# of a tile x tiles / lines of Q in registers / bytes prefetched: 48 x 3 / 4 / 128 1312 (1292),
-# 48 x 3 / 4 / none 1350 (1293), 48 x 3 / 4 / 256 1243 (1202), 48 x 3 / 3 / 128 1175 (1101),
-# 64 x 2 / 2 / 128 1297 (1125), 32 x 5 / 5 / 128 1504 (1460).
+# tokens each, of their own (all rows the same), in microseconds. Tokens of a tile x tiles / lines
+# of Q in registers: 48 x 3 / 3 1102 (1048); with about 50 of the host's 48 x 3 / 3 1175 (1101),
+# 48 x 3 / 4 1312 (1292), 64 x 2 / 2 1297 (1125), 32 x 5 / 5 1504 (1460). Having L2 fetch 128 or 256
+# bytes around each copy brings nothing, 1100 (1046) and 1103 (1049): 132 rows take 82 to 85 either
+# way.
 
 
 @dataclass(frozen=True)
@@ -92,7 +93,6 @@ class Variant:
         tile: tokens of a tile: 32, 48 or 64.
         num_stages: tiles of the ring.
         register_lines: of 64 columns of Q that stay in registers.
-        prefetch_bytes: that L2 is told to fetch around what is copied: 0, 64, 128 or 256.
     """
 
     index_dtype: torch.dtype = torch.int32
@@ -101,7 +101,6 @@ class Variant:
     tile: int = 48
     num_stages: int = 3
     register_lines: int = 3
-    prefetch_bytes: int = 256
 
 
 class SparseMlaPrefillKernel:
@@ -406,17 +405,9 @@ class SparseMlaPrefillKernel:
                     )
                     for line in cutlass.range_constexpr(_NUM_LINES - 1):
                         _copy_16_bytes(
-                            to + line * self.line_bytes,
-                            from_latent + line * 128,
-                            num_bytes,
-                            v.prefetch_bytes,
+                            to + line * self.line_bytes, from_latent + line * 128, num_bytes
                         )
-                    _copy_16_bytes(
-                        to + (_NUM_LINES - 1) * self.line_bytes,
-                        from_rope,
-                        num_bytes,
-                        v.prefetch_bytes,
-                    )
+                    _copy_16_bytes(to + (_NUM_LINES - 1) * self.line_bytes, from_rope, num_bytes)
                 cute.arch.cp_async_mbarrier_arrive_noinc(is_full + slot)
                 slot += 1
                 if slot == v.num_stages:
@@ -752,11 +743,10 @@ def _follow(top: Float32, tile_top: Float32) -> tuple[Float32, Float32, Float32]
     return top, used, factor
 
 
-def _copy_16_bytes(to: Int32, source: Int64, num_bytes: Int32, prefetch_bytes: int) -> None:
+def _copy_16_bytes(to: Int32, source: Int64, num_bytes: Int32) -> None:
     """Start copying 16 aligned bytes to shared memory: `num_bytes` of them, 0 or 16, then zeros."""
-    hint = f".L2::{prefetch_bytes}B" if prefetch_bytes else ""
     inline_ptx(
-        f"cp.async.cg.shared.global{hint} [{{$r0}}], [{{$r1}}], 16, {{$r2}};",
+        "cp.async.cg.shared.global [{$r0}], [{$r1}], 16, {$r2};",
         read_only_args=[to, source, num_bytes],
     )
 
@@ -872,7 +862,6 @@ def sparse_mla_prefill_cute(
         tile=ring.tile,
         num_stages=ring.num_stages,
         register_lines=ring.register_lines,
-        prefetch_bytes=ring.prefetch_bytes,
     )
     _compiled(variant, arch_of(q_RHC.device))(
         _aligned(q_RHC),
