@@ -70,10 +70,18 @@ def mla_absorb_kernel(
         inside = column < K - start
         weight_block = tl.load(weight_at, mask=has_feature[:, None] & inside[None, :], other=0.0)
         x_block = tl.load(x_at, mask=has_row[None, :] & inside[:, None], other=0.0)
-        product = tl.dot(weight_block, x_block, product, input_precision="ieee")
+        if weight_block.dtype == tl.float32:
+            # Products of fp32 are summed up one after the other: those of a step by themselves, or
+            # rounding errors would grow with K. The compiler fuses a sum with the product into one
+            # chain, but not a difference: this is the negative total.
+            product -= tl.dot(weight_block, x_block, input_precision="ieee")
+        else:
+            product = tl.dot(weight_block, x_block, product)
         weight_at += BLOCK_K * stride_wk
         x_at += BLOCK_K * stride_xk
 
+    if weight.dtype.element_ty == tl.float32:
+        product = 0.0 - product
     output_at = output + row * stride_or + head * stride_oh
     tl.store(
         output_at[None, :] + feature[:, None],

@@ -18,6 +18,19 @@ import triton.language as tl
 from glm_compile.ops.moe.config import BLOCK_TOKENS, KernelConfig, triton_config_for
 
 
+@triton.jit
+def _add_dot(total, a, b):
+    """`total` + a b, in fp32; of fp32 the negative total, `total` - a b.
+
+    Products of fp32 are summed up one after the other: those of a step by themselves, or rounding
+    errors would grow with the number of columns. The compiler fuses a sum with the product into one
+    chain, but not a difference.
+    """
+    if a.dtype == tl.float32:
+        return total - tl.dot(a, b, input_precision="ieee")
+    return tl.dot(a, b, total)
+
+
 @triton.jit(do_not_specialize=["num_tokens"])
 def expert_kernel(
     x,
@@ -83,13 +96,15 @@ def expert_kernel(
             x_mask = has_expert[None, :] & inside[:, None]
         weight_block = tl.load(weight_at, mask=weight_mask, other=0.0)
         x_block = tl.load(x_at, mask=x_mask, other=0.0)
-        product = tl.dot(weight_block, x_block, product, input_precision="ieee")
+        product = _add_dot(product, weight_block, x_block)
         if IS_GATED:
             up_block = tl.load(weight_at + up_offset, mask=weight_mask, other=0.0)
-            up_product = tl.dot(up_block, x_block, up_product, input_precision="ieee")
+            up_product = _add_dot(up_product, up_block, x_block)
         weight_at += BLOCK_K
         x_at += BLOCK_K
 
+    if weight.dtype.element_ty == tl.float32:
+        product, up_product = 0.0 - product, 0.0 - up_product
     if IS_GATED:
         product = product / (1.0 + tl.exp(-product)) * up_product
     inside = has_feature[:, None] & has_expert[None, :]

@@ -6,6 +6,8 @@ L rank of the latent, V value dim.
 
 from __future__ import annotations
 
+import re
+
 import pytest
 import torch
 
@@ -52,9 +54,7 @@ def library(q_nope, q_rot, o, weight):
 def check(inputs, backend=None):
     """Both ops with errors at most twice the library's, mean and largest, plus half a digit.
 
-    A digit of float32 is that of the summands, and a sum of K of them in another order than the
-    library's may differ by a random walk of K roundings; products of half-size numbers are exact
-    in the fp32 that sums them up.
+    A digit of float32 is that of the summands: the order of a sum shows where it cancels out.
     """
     q_nope, q_rot, o, weight = inputs
     num_values = weight.shape[0] // q_nope.shape[-2] - q_nope.shape[-1]
@@ -63,8 +63,7 @@ def check(inputs, backend=None):
         project_values(o, weight, num_values=num_values, backend=backend),
     )
     least = 1.0 if weight.dtype == torch.float32 else 2.0**-6
-    results = zip(outputs, library(*inputs), oracles(*inputs), (q_nope, o), strict=True)
-    for output, plain, expected, reduced in results:
+    for output, plain, expected in zip(outputs, library(*inputs), oracles(*inputs), strict=True):
         assert output.is_contiguous() and output.dtype == plain.dtype
         assert output.shape == plain.shape
         if not output.numel():
@@ -72,9 +71,8 @@ def check(inputs, backend=None):
         digit = expected.abs().clamp_min(least) * torch.finfo(weight.dtype).eps
         error = (output.double() - expected).abs() / digit
         plain_error = (plain.double() - expected).abs() / digit
-        walk = reduced.shape[-1] ** 0.5 if weight.dtype == torch.float32 else 0.0
-        assert error.mean() <= 2 * plain_error.mean() + 0.05 + walk / 8
-        assert error.max() <= 2 * plain_error.max() + 0.5 + walk
+        assert error.mean() <= 2 * plain_error.mean() + 0.05
+        assert error.max() <= 2 * plain_error.max() + 0.5
     rank = weight.shape[1]
     assert torch.equal(outputs[0][..., rank:], q_rot)
     return outputs
@@ -229,13 +227,14 @@ def test_triton_takes_any_strides():
 @pytest.mark.compile_only
 @pytest.mark.parametrize("arch", ["sm_90a", "sm_100a"])
 @pytest.mark.parametrize("product", ["query", "values"])
-def test_triton_compiles_without_spilling(arch, product):
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_triton_compiles_without_spilling(arch, product, dtype):
     pytest.importorskip("triton")
     from glm_compile.ops.mla_absorb.triton_kernel import BLOCK_R, block_sizes, mla_absorb_kernel
     from tests.compile_only import compile_triton
 
     def meta(*shape):
-        return torch.empty(shape, dtype=torch.bfloat16, device="meta")
+        return torch.empty(shape, dtype=dtype, device="meta")
 
     x = meta(1, 6, 64, 256)
     weight = meta(64, 448, 512)
@@ -245,7 +244,7 @@ def test_triton_compiles_without_spilling(arch, product):
         x, weight, copied = meta(1, 6, 64, 512), weight[:, 192:], None
     _, num_features, num_reduced = weight.shape
     width = num_features + (64 if copied is not None else 0)
-    block_f, block_k = block_sizes(num_features, num_reduced, 2)
+    block_f, block_k = block_sizes(num_features, num_reduced, dtype.itemsize)
     compiled = compile_triton(
         mla_absorb_kernel,
         (
@@ -268,7 +267,11 @@ def test_triton_compiles_without_spilling(arch, product):
     )
     assert compiled.stack_bytes == 0
     assert compiled.registers <= 128
-    assert "mma" in compiled.ptx
+    if dtype == torch.bfloat16:
+        assert "mma" in compiled.ptx
+    else:  # each step's sums are a chain of their own, which starts from zero
+        (dot,) = re.findall(r"tt\.dot .*", compiled.ttgir)
+        assert re.search(r", %cst\w* :", dot)
     assert "cp.async.cg.shared.global" in compiled.ptx
 
 
