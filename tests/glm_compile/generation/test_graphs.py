@@ -167,6 +167,7 @@ def test_calls_with_processors_share_a_graph(
     model: Any, steps: Any, loops: list[Any], num_drafts: int
 ) -> None:
     """Of the text before nothing is left; limits, ends and forbidden tokens are each call's own."""
+    mtp = random_mtp(model)
     for length, forbidden in ((12, [4, 5]), (7, [6]), (12, [4, 5])):
         fields: dict[str, Any] = {
             "repetition_penalty": 1.6,
