@@ -177,7 +177,7 @@ def test_calls_with_processors_share_a_graph(
             "forced_eos_token_id": 7,
             "eos_token_id": list(range(0, 512, 3)),
         }
-        result = run(model, pair(length), random_mtp(model), num_draft_tokens=num_drafts, **fields)
+        result = run(model, pair(length), mtp, num_draft_tokens=num_drafts, **fields)
         for sequence, row in zip(result.sequences, pair(length)):
             expected = greedy_reference(model, row[None], NEW, **fields)[0]
             assert torch.equal(sequence[: len(expected)], expected)
