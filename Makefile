@@ -1,8 +1,10 @@
 # make demo: set up, then compile the tiny GLM-5.2 and let it write.
 # make test: set up, then everything that continuous integration runs.
 # make plot-indexer: measure the indexer over context lengths on this machine's GPU and plot it.
+# make plot-slice: measure a decode step of six layers on this machine's GPU and plot it.
+# make plot-linears: measure the bf16 linears on this machine's GPU and plot them.
 .DEFAULT_GOAL := help
-.PHONY: help demo test plot-indexer venv-demo venv-test lint types test-cpu test-interpreter test-oldest test-wheel clean
+.PHONY: help demo test plot-indexer plot-slice plot-linears venv-demo venv-test lint types test-cpu test-interpreter test-oldest test-wheel clean
 
 PY := .venv/bin/python
 WORKERS ?= 2
@@ -61,6 +63,15 @@ plot-indexer: venv-test
 	$(PY) -m pytest tests/benchmarks/test_indexer_benchmark.py --benchmark-enable \
 		--benchmark-json indexer.json
 	$(PY) -m tests.benchmarks.plot_indexer indexer.json examples/indexer_latency.png
+
+plot-slice: venv-test
+	$(PY) -m pytest tests/benchmarks/test_slice_benchmark.py --benchmark-enable \
+		--benchmark-json slice.json
+	$(PY) -m tests.benchmarks.plot_slice slice.json examples/slice_step.png
+
+plot-linears: venv-test
+	$(PY) -m glm_compile.ops.bf16_linear.tune --json linears.json
+	$(PY) -m tests.benchmarks.plot_bf16_linear linears.json examples/bf16_linear_speedup.png
 
 clean:
 	rm -rf .venv build dist ./*.egg-info

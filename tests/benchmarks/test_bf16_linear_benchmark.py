@@ -1,6 +1,8 @@
-"""bf16 linears of the release, few rows, beside the library's. Weights are cold, x is hot.
+r"""bf16 linears of the release, few rows, beside the library's. Weights are cold, x is hot.
 
-    pytest tests/benchmarks/test_bf16_linear_benchmark.py --benchmark-enable
+    pytest tests/benchmarks/test_bf16_linear_benchmark.py --benchmark-enable \
+        --benchmark-json linears.json
+    python -m tests.benchmarks.plot_bf16_linear linears.json examples/bf16_linear_speedup.png
 
 A table ends the run: microseconds, times the library's, and how much of the byte floor is reached.
 Launches follow each other by programmatic dependent launch where a backend has it.
@@ -65,7 +67,8 @@ def test_bf16_linear(
     if device() == "cuda" and not benchmark.disabled and backend is None:
         library = statistics.median(time_replays(lambda weight: F.linear(x, weight), weights))
         ours = benchmark.extra_info["median_us"] * 1e-6
-        benchmark.extra_info["times_library"] = library / ours
+        facts = {"N": N, "K": K, "M": M, "library_us": library * 1e6}
+        benchmark.extra_info.update(facts, times_library=library / ours)
         table.append((N, K, M, ours, library))
     assert output.shape == (M, N)
 
