@@ -8,7 +8,8 @@ from __future__ import annotations
 import argparse
 import collections
 import json
-from collections.abc import Mapping
+import statistics
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -38,22 +39,35 @@ def read_times(report: Any) -> list[Mapping[str, Any]]:
     return [entry["extra_info"] for entry in report["benchmarks"]]
 
 
-def plot(times: list[Mapping[str, Any]], target: Path, query_len: int = 6) -> None:
-    """Write the plot of steps with `query_len` query tokens."""
+def read_floor(times: list[Mapping[str, Any]], query_len: int) -> float | None:
+    """Milliseconds to read the weights of our steps with so many query tokens, or None."""
+    floors = [
+        t["floor_us"]
+        for t in times
+        if t["query_len"] == query_len and t["floor_us"] and t["backend"].startswith("glm")
+    ]
+    return statistics.median(floors) / 1e3 if floors else None
+
+
+def plot(times: list[Mapping[str, Any]], target: Path, query_lens: Sequence[int] = (1, 6)) -> None:
+    """Write the plot, one panel for each number of query tokens."""
     import matplotlib
 
     matplotlib.use("Agg")
     from matplotlib import pyplot
 
-    figure, panel = pyplot.subplots(figsize=(6, 4))
-    draw(panel, read_lines(times, query_len), LABELS)
-    panel.set_ylabel("decode step (ms)")
-    panel.legend(fontsize="small")
-    floor = next((t["floor_us"] for t in times if t["floor_us"]), None)
-    if floor:
-        panel.axhline(floor / 1e3, color="grey", linestyle=":")
-        panel.annotate("weights alone", (0.02, floor / 1e3), xycoords=("axes fraction", "data"))
-    panel.set_title(f"GLM-5.2 slice, {query_len} query tokens ({times[0]['device']})", fontsize=10)
+    figure, panels = pyplot.subplots(
+        1, len(query_lens), figsize=(5 * len(query_lens), 4), sharey=True, squeeze=False
+    )
+    for panel, query_len in zip(panels[0], query_lens):
+        draw(panel, read_lines(times, query_len), LABELS)
+        panel.set_title(f"{query_len} query token{'s' if query_len > 1 else ''}")
+        if floor := read_floor(times, query_len):
+            panel.axhline(floor, color="grey", linestyle=":")
+            panel.annotate("weights alone", (0.02, floor), xycoords=("axes fraction", "data"))
+    panels[0][0].set_ylabel("decode step (ms)")
+    panels[0][0].legend(fontsize="small")
+    figure.suptitle(f"GLM-5.2, three dense and three MoE layers ({times[0]['device']})")
     figure.tight_layout()
     figure.savefig(target, dpi=150)
 
