@@ -29,9 +29,10 @@ from tests.indexer_layer import (
 )
 
 H, D, P = 32, 128, 64
+NUM_ROWS = [1, 2, 4, 6, 16, 64, 2048]
 
 
-@pytest.mark.parametrize("B, S", [(1, 1), (1, 6), (8, 6), (1, 2048)])
+@pytest.mark.parametrize("B, S", [*((1, S) for S in NUM_ROWS), (8, 6)])
 @pytest.mark.parametrize("tier", ["exact", "fp8"])
 @pytest.mark.parametrize("backend", ["triton", "reference"])
 def test_indexer_prologue(
@@ -83,7 +84,7 @@ def test_indexer_prologue(
     )
 
 
-@pytest.mark.parametrize("S", [1, 6])
+@pytest.mark.parametrize("S", NUM_ROWS if where() == "cuda" else [1, 6])
 @pytest.mark.parametrize("kind", ["paged", "paged_fp8"])
 def test_whole_prologue(gpu_bench: Any, benchmark: Any, kind: str, S: int) -> None:
     benchmark.group = f"whole prologue {kind} S={S}"
@@ -94,7 +95,7 @@ def test_whole_prologue(gpu_bench: Any, benchmark: Any, kind: str, S: int) -> No
     for _ in range(cold_copies(weight_bytes)):
         layer = IndexerOfLayer(config, **options)
         merge_weights(layer)
-        step = prologue_step(layer, make_cache(config, kind, 256, **options))
+        step = prologue_step(layer, make_cache(config, kind, max(256, S), **options))
         hidden = torch.randn(1, S, config.hidden_size, **options)
         tables = layer.tables(hidden, torch.zeros((), dtype=torch.int64, device=where()))
         inputs.append((step, hidden, *tables))
