@@ -64,7 +64,10 @@ def plot(times: list[Mapping[str, Any]], target: Path, query_lens: Sequence[int]
         panel.set_title(f"{query_len} query token{'s' if query_len > 1 else ''}")
         if floor := read_floor(times, query_len):
             panel.axhline(floor, color="grey", linestyle=":")
-            panel.annotate("weights alone", (0.02, floor), xycoords=("axes fraction", "data"))
+            panel.annotate(
+                "weights alone", (0.02, floor * 0.97), xycoords=("axes fraction", "data"), va="top"
+            )
+            panel.set_ylim(bottom=floor / 2)
     panels[0][0].set_ylabel("decode step (ms)")
     panels[0][0].legend(fontsize="small")
     figure.suptitle(f"GLM-5.2, three dense and three MoE layers ({times[0]['device']})")
