@@ -90,6 +90,8 @@ class PagedCache(Cache):
         device: None for torch's default device.
         num_mtp_layers: MTP layers that keep their rows here, behind the decoder layers; their index
             is `config.num_hidden_layers + i`. They roll back together with the rest.
+        memory: a cache of the same layers and dtypes with at least as many pages: the new one keeps
+            its tokens there, so that only one of them may hold any at a time.
 
     Attributes:
         lengths: int32 [B], tokens held by each sequence. Its address never changes.
@@ -112,6 +114,7 @@ class PagedCache(Cache):
         index_dtype: torch.dtype | None = None,
         device: torch.device | str | int | None = None,
         num_mtp_layers: int = 0,
+        memory: PagedCache | None = None,
     ) -> None:
         facts = GlmDsaConfig.from_transformers(config)
         for name, value, least in (
@@ -145,11 +148,15 @@ class PagedCache(Cache):
         kinds = [kind == FULL for kind in facts.indexer_types] + [True] * num_mtp_layers
         # Tensors made in inference mode could not be written in a later call outside of it.
         with torch.inference_mode(False):
-            super().__init__(layers=[make_layer(is_full) for is_full in kinds])
+            layers: Any = [make_layer(is_full) for is_full in kinds] if memory is None else []
+            for layer in [] if memory is None else memory.layers:
+                layers.append(_layer_on(layer, num_pages, batch_size))
+            super().__init__(layers=layers)
             self.lengths = torch.zeros(batch_size, dtype=torch.int32, device=device)
             self.block_table = torch.arange(num_pages, dtype=torch.int32, device=device).view(
                 batch_size, num_pages_each
             )
+        self._memory = None if memory is None else memory.memory
         self.num_decoder_layers = facts.num_hidden_layers
         self.kv_lora_rank = facts.kv_lora_rank
         self.index_head_dim = head_dim
@@ -235,6 +242,16 @@ class PagedCache(Cache):
     @property
     def batch_size(self) -> int:
         return self._batch_size
+
+    @property
+    def memory(self) -> PagedCache:
+        """The cache that owns the pages."""
+        return self if self._memory is None else self._memory
+
+    @property
+    def num_pages(self) -> int:
+        """Pages of each layer."""
+        return self.layers[0].latent_pages.shape[0]
 
     def causal_mask(
         self,
@@ -635,6 +652,17 @@ class SeedCache(Cache):
         batch_size, num_rows = self.seed.is_valid_BK.shape
         rows_K = torch.arange(num_rows, dtype=torch.int32, device=self.seed.is_valid_BK.device)
         return rows_K.expand(batch_size, 1, num_rows)
+
+
+def _layer_on(layer: PagedLayer, num_pages: int, batch_size: int) -> PagedLayer:
+    """A layer on the first pages of another one. No views: they would be graph inputs of a base."""
+
+    def part(pages: torch.Tensor) -> torch.Tensor:
+        shape = (num_pages, *pages.shape[1:])
+        return pages.new_empty(0).set_(pages.untyped_storage(), 0, shape, pages.stride())
+
+    keys = None if layer.key_pages is None else part(layer.key_pages)
+    return PagedLayer(part(layer.latent_pages), keys, batch_size)
 
 
 def _check_dtypes(dtype: torch.dtype, index_dtype: torch.dtype | None) -> None:

@@ -19,6 +19,7 @@ import torch
 from glm_compile.generation.iteration import Iteration
 from glm_compile.generation.loop import DecodingLoop, needed_cache_len
 from glm_compile.generation.output import GenerationOutput, assemble
+from glm_compile.generation.padding import pad_batch
 from glm_compile.generation.prompt import check_mask_shape
 from glm_compile.generation.request import (
     CAPTURES_BY_DEFAULT,
@@ -277,7 +278,8 @@ def warmup(
         TimeElapsedColumn(),
     ]
     with Progress(*columns, disable=compiler is None) as progress:
-        for batch_size in batch_sizes:
+        # The largest first: the others find room in its cache, and its graphs stay.
+        for batch_size in sorted(batch_sizes, reverse=True):
             task = progress.add_task(
                 f"compiling for batch size {batch_size}", total=num_graphs(num_drafts)
             )
@@ -365,6 +367,9 @@ def _decode(
         vocab_size=model.config.vocab_size,
         min_prompt_width=steps.min_prompt_width,
     )
+    num_sequences = request.batch_size
+    if compiler is not None:
+        request = pad_batch(request)
     is_graphed = wants_cuda_graph(
         cuda_graph, request.processor, model, is_compiled=compiler is not None
     )
@@ -385,7 +390,10 @@ def _decode(
                 request, iteration, is_overlapped=is_overlapped, graphed=graphed
             ).run()
             sequences = assemble(
-                decoded.text_BW, request.prompt.given_width, decoded.counts, request.pad_id
+                decoded.text_BW[:num_sequences],
+                request.prompt.given_width,
+                decoded.counts[:num_sequences],
+                request.pad_id,
             )
     if not returns_dict:
         return sequences
@@ -395,7 +403,7 @@ def _decode(
         sequences=sequences,  # type: ignore[arg-type]
         scores=decoded.scores.steps(num_steps) if decoded.scores else None,  # type: ignore[arg-type]
         logits=decoded.logits.steps(num_steps) if decoded.logits else None,  # type: ignore[arg-type]
-        accept_lengths=accept_lengths.view(-1, request.batch_size),
+        accept_lengths=accept_lengths.view(-1, request.batch_size)[:, :num_sequences],
         num_iterations=len(decoded.accept_lengths),
         timings=decoded.timings,
     )

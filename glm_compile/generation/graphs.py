@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from glm_compile.generation.steps import MtpSteps, TargetSteps
 
 # Graphs of one model that are kept: of the last kinds of calls.
-MAX_GRAPHS = 8
+MAX_GRAPHS = 32
 
 
 class GraphedIteration:
@@ -122,20 +122,28 @@ class GraphStore:
         self._graphs: dict[Any, GraphedIteration] = {}
         self._pool: Any = None
 
+    def clear(self) -> None:
+        """Give all graphs up."""
+        self._graphs.clear()
+
     @contextlib.contextmanager
     def borrow(
         self, request: Request, target: TargetSteps, mtp: MtpSteps | None, cache: PagedCache
     ) -> Iterator[GraphedIteration]:
         """An iteration for this call; a call inside another one gets one of its own."""
-        # A graph writes to its cache; one whose cache is gone must not keep that alive.
+        # A graph writes to its cache; one whose memory is gone must not keep that alive.
         self._graphs = {
-            key: graph for key, graph in self._graphs.items() if graph.iteration.cache is cache
+            key: graph
+            for key, graph in self._graphs.items()
+            if graph.iteration.cache.memory is cache.memory
         }
         width = max(needed_width(request), cache.max_cache_len)
         width = 1 << (width - 1).bit_length()
         assert isinstance(request.processor, DeviceProcessors)
         keeps_block = request.keeps_scores or request.keeps_logits
         key = (
+            request.batch_size,
+            cache.max_cache_len,
             request.num_drafts,
             request.do_sample,
             request.is_index_shared,
@@ -145,8 +153,12 @@ class GraphStore:
             request.processor.signature,
         )
         graphed = self._graphs.pop(key, None)
-        forwards = None if graphed is None else (graphed.iteration.target, graphed.iteration.mtp)
-        if graphed is None or forwards != (target, mtp):
+        if graphed is not None:
+            own = graphed.iteration
+            parts = ((own.target, target), (own.mtp, mtp), (own.cache, cache))
+            if any(a is not b for a, b in parts):
+                graphed = None
+        if graphed is None:
             if self._pool is None:
                 self._pool = torch.cuda.graph_pool_handle()
             iteration = Iteration(request, target, mtp, cache, min_text_width=width)

@@ -111,7 +111,7 @@ class DecodingLoop:
         batch_size = request.batch_size
         # The host's copies, as of the last read.
         self.counts = [0] * batch_size
-        self.finished = [False] * batch_size
+        self.finished = [b >= batch_size - request.num_padding for b in range(batch_size)]
         self.accept_lengths: list[list[int]] = []
         self.scores = ScoreRecord(batch_size) if request.keeps_scores else None
         self.logits = ScoreRecord(batch_size) if request.keeps_logits else None

@@ -47,6 +47,7 @@ class Request:
         min_cache_len: a capacity that the caller asked for.
         keeps_scores, keeps_logits: whether the output carries them.
         returns_dict: GenerationOutput instead of the ids alone.
+        num_padding: rows at the end of the batch that are nobody's.
     """
 
     prompt: Prompt
@@ -64,9 +65,11 @@ class Request:
     keeps_scores: bool
     keeps_logits: bool
     returns_dict: bool
+    num_padding: int = 0
 
     @property
     def batch_size(self) -> int:
+        """Rows, padding included."""
         return self.prompt.given_ids_BW.shape[0]
 
 

@@ -116,6 +116,7 @@ class DecodingState:
         prompt = request.prompt
         for tensor in (self.text_BW, self.counts_B, self.finished_B, self.block_BS, self.kept_B):
             tensor.zero_()
+        self.finished_B[request.batch_size - request.num_padding :] = True
         self.text_BW[:, : prompt.given_width] = prompt.aligned_ids_BW
         self.prompt_width.fill_(prompt.given_width)
         self.prompt_lengths_B.copy_(prompt.lengths_B)

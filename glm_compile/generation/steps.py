@@ -21,6 +21,7 @@ from glm_compile.cache import DraftSeed, PagedCache
 from glm_compile.errors import UnsupportedError
 from glm_compile.generation.graphs import GraphStore
 from glm_compile.model_facts import cache_argument, mask_dtype
+from glm_compile.ops.paged_cache import PAGE_SIZE
 
 # Compiled functions of one compiled model are found again through this attribute of its compiled
 # call.
@@ -198,7 +199,8 @@ class Steps:
         self.compiler = compiler
         self._target: dict[Any, TargetSteps] = {}
         self._mtp: dict[Any, MtpSteps] = {}
-        self._idle_cache: PagedCache | None = None
+        # Caches of calls so far, all on the memory of one.
+        self._caches: list[PagedCache] = []
         #: captured iterations
         self.graphs = GraphStore()
 
@@ -239,26 +241,48 @@ class Steps:
     ) -> Iterator[PagedCache]:
         """An empty cache of at least this capacity, for one call.
 
-        Compiled steps get powers of two, and the last call's cache where it is large enough. The
-        number of layers is a shape as well: the MTP layer has its place in each of their caches.
-        A call inside another one gets a cache of its own.
+        Compiled steps get powers of two, and the cache of an earlier call where it is large enough;
+        all of them share one memory. The number of layers is a shape as well: the MTP layer has its
+        place in each of their caches. A call inside another one gets a cache of its own.
         """
         if self.compiler is None:
             yield self._make_cache(batch_size, num_tokens, num_mtp_layers)
             return
-        # Nobody else finds it meanwhile. One that does not fit goes first: both need not fit.
-        cache, self._idle_cache = self._idle_cache, None
-        if cache is None or cache.batch_size != batch_size or cache.max_cache_len < num_tokens:
-            cache = None
-            capacity = max(MIN_COMPILED_CAPACITY, 1 << (num_tokens - 1).bit_length())
-            cache = self._make_cache(batch_size, capacity, 1)
-        cache.reset()
+        # Nobody else finds them meanwhile.
+        caches, self._caches = self._caches, []
         try:
+            cache = self._find_cache(caches, batch_size, num_tokens)
+            cache.reset()
             yield cache
         finally:
-            self._idle_cache = cache
+            self._caches = caches
 
-    def _make_cache(self, batch_size: int, num_tokens: int, num_mtp_layers: int) -> PagedCache:
+    def _find_cache(self, caches: list[PagedCache], batch_size: int, num_tokens: int) -> PagedCache:
+        """One of the caches, or a new one among them."""
+        fitting = [
+            cache
+            for cache in caches
+            if cache.batch_size == batch_size and cache.max_cache_len >= num_tokens
+        ]
+        if fitting:
+            return min(fitting, key=lambda cache: cache.max_cache_len)
+        capacity = max(MIN_COMPILED_CAPACITY, 1 << (num_tokens - 1).bit_length())
+        memory = caches[0].memory if caches else None
+        if memory is not None and memory.num_pages < batch_size * -(-capacity // PAGE_SIZE):
+            # The old memory goes first, and what holds it: both need not fit.
+            caches.clear()
+            memory = None
+            self.graphs.clear()
+        caches.append(self._make_cache(batch_size, capacity, 1, memory))
+        return caches[-1]
+
+    def _make_cache(
+        self,
+        batch_size: int,
+        num_tokens: int,
+        num_mtp_layers: int,
+        memory: PagedCache | None = None,
+    ) -> PagedCache:
         model = self.model
         is_fp8 = (self.compiler.options if self.compiler else {}).get("indexer_dtype") == "fp8"
         cache = PagedCache(
@@ -269,6 +293,7 @@ class Steps:
             index_dtype=torch.float8_e4m3fn if is_fp8 else None,
             device=model.model.embed_tokens.weight.device,
             num_mtp_layers=num_mtp_layers,
+            memory=memory,
         )
         cache.auto_advance = False
         return cache

@@ -6,6 +6,7 @@ right only if a replayed iteration needs nothing that the host would have to han
 
 from __future__ import annotations
 
+import dataclasses
 from contextlib import contextmanager, nullcontext
 from types import SimpleNamespace
 from typing import Any
@@ -13,11 +14,13 @@ from typing import Any
 import pytest
 import torch
 
+from glm_compile.cache import PagedCache
 from glm_compile.errors import UnsupportedError
-from glm_compile.generation import api
+from glm_compile.generation import api, graphs
 from glm_compile.generation.graphs import GraphedIteration, _explain
 from glm_compile.generation.iteration import Block, Iteration
 from glm_compile.generation.loop import DecodingLoop
+from glm_compile.generation.prompt import compact_prompt
 from tests.glm_compile.generation.drafts import (
     NEW,
     greedy_reference,
@@ -281,7 +284,22 @@ def test_the_line_that_waits_is_named() -> None:
     assert "moe_experts" in message and "cuda_graph=False" in message
 
 
-def test_kept_graphs_are_few(model: Any, steps: Any, loops: list[Any]) -> None:
+def test_graphs_of_one_memory_are_kept(model: Any, steps: Any, loops: list[Any]) -> None:
+    run(model, pair())
+    cache = loops[0].iteration.cache
+    single = PagedCache(model.config, 1, 64, num_mtp_layers=1, memory=cache)
+    request, target = loops[0].request, loops[0].iteration.target
+    fewer = dataclasses.replace(request, prompt=compact_prompt(prompt_of(12)))
+    with steps.graphs.borrow(fewer, target, None, single) as graphed:
+        assert graphed.iteration.cache is single
+    run(model, pair())
+    assert loops[-1].graphed is loops[0].graphed and len(steps.graphs._graphs) == 2
+
+
+def test_kept_graphs_are_few(
+    model: Any, steps: Any, loops: list[Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(graphs, "MAX_GRAPHS", 8)
     for i in range(10):
         run(model, pair(3), max_new_tokens=2, do_sample=True, temperature=1 + i / 10)
     kept = list(steps.graphs._graphs.values())

@@ -1,0 +1,64 @@
+"""Batches brought to a few sizes, so that calls share compiled steps and captured iterations.
+
+What is added is rows of one token that are finished from the start: they take part in every step,
+in pages of their own, keep nothing, and are cut off the result.
+
+B batch, W prompt width, P compacted prompt width.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+
+import torch
+
+from glm_compile.generation.device_processors import DeviceProcessors
+from glm_compile.generation.prompt import Prompt
+from glm_compile.generation.request import Request
+
+# Sizes that calls are brought to; a larger batch stays as it is.
+BATCH_SIZES = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64)
+
+
+def pad_batch(request: Request) -> Request:
+    """The request with the next of `BATCH_SIZES` rows, or as it is where rows would be seen.
+
+    A criterion gets the texts of the whole batch, and so may a processor; scores and logits are
+    handed out; plain sampling draws numbers for the whole batch at once, as transformers does.
+    """
+    batch_size = request.batch_size
+    size = next((size for size in BATCH_SIZES if size >= batch_size), batch_size)
+    draws_as_transformers = request.do_sample and request.num_drafts == 0
+    is_seen = (
+        bool(request.stop.criteria)
+        or request.keeps_scores
+        or request.keeps_logits
+        or draws_as_transformers
+        or not isinstance(request.processor, DeviceProcessors)
+        or _holds_sequences(request.processor)
+    )
+    if size == batch_size or is_seen:
+        return request
+    return dataclasses.replace(
+        request,
+        prompt=_pad_prompt(request.prompt, size - batch_size),
+        num_padding=size - batch_size,
+    )
+
+
+def _holds_sequences(processor: DeviceProcessors) -> bool:
+    """Whether a rule has a row for each sequence: the shape letters of its tensors say so."""
+    names = (name for rule in processor.rules for name in rule.tensors)
+    return any("B" in name.rpartition("_")[2] for name in names)
+
+
+def _pad_prompt(prompt: Prompt, num_rows: int) -> Prompt:
+    def padded(values: torch.Tensor, fill: int) -> torch.Tensor:
+        return torch.cat([values, values.new_full((num_rows, *values.shape[1:]), fill)])
+
+    return Prompt(
+        given_ids_BW=padded(prompt.given_ids_BW, 0),
+        aligned_ids_BW=padded(prompt.aligned_ids_BW, 0),
+        ids_BP=padded(prompt.ids_BP, 0),
+        lengths_B=padded(prompt.lengths_B, 1),
+    )
