@@ -134,7 +134,9 @@ def _run_cute(
 ) -> torch.Tensor:
     from glm_compile.ops.bf16_linear.cute_kernel import bf16_linear_cute
 
-    return bf16_linear_cute(x, weight_NK, bias, residual)
+    num_rows = 1 if deterministic else x.numel() // weight_NK.shape[1]
+    config = stream_config_for(*weight_NK.shape, num_rows)
+    return bf16_linear_cute(x, weight_NK, bias, residual, config=config)
 
 
 def _run_triton(*args: Any) -> torch.Tensor:

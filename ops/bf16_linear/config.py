@@ -5,9 +5,10 @@ Shape legend: M rows, K in features, N out features.
 
 from __future__ import annotations
 
+import functools
 from dataclasses import dataclass
 
-from glm_compile.ops.bf16_linear.measured import LIBRARY, MEASURED
+from glm_compile.ops.bf16_linear.measured import LIBRARY, MANY_ROWS, MEASURED
 
 # Multiprocessors of the cards this is written for (H200: 132, B200: 148); only a scale here.
 _NUM_PROCESSORS = 132
@@ -46,13 +47,15 @@ def default_for(num_features: int, num_columns: int) -> KernelConfig:
     return KernelConfig(block_n=block_n, block_k=block_k, num_warps=4, num_stages=4)
 
 
+# More rows than this may ask for another split: x is then a good part of what is read.
+FEW_ROWS = 8
 # Stages of one block's part of K: the loop over them is unrolled.
 MAX_STAGES = 63
 
 
 @dataclass(frozen=True)
 class StreamConfig:
-    """How the CuTe kernel splits a weight; one for every M, so that rows do not depend on M.
+    """How the CuTe kernel splits a weight; the order in which products are added depends on it.
 
     Attributes:
         tile: out features of a block at a time, a multiple of 8.
@@ -79,9 +82,16 @@ class StreamConfig:
             )
 
 
-def stream_config_for(num_features: int, num_columns: int) -> StreamConfig:
-    """The measured choice for this weight, or an analytic one."""
-    measured = MEASURED.get((num_features, num_columns))
+@functools.cache
+def stream_config_for(num_features: int, num_columns: int, num_rows: int = 1) -> StreamConfig:
+    """The measured choice for this weight and at most so many rows, or an analytic one.
+
+    Rows that must not depend on their number take that of one row.
+    """
+    shape = num_features, num_columns
+    measured = MEASURED.get(shape)
+    if num_rows > FEW_ROWS:
+        measured = MANY_ROWS.get(shape, measured)
     return StreamConfig(*measured) if measured else default_stream(num_features, num_columns)
 
 

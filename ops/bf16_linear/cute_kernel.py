@@ -482,7 +482,8 @@ def compile_variant(variant: Variant, arch: str, options: str = "") -> Any:
 
 
 @functools.cache
-def _compiled(variant: Variant, arch: str) -> Any:
+def compiled(variant: Variant, arch: str) -> Any:
+    """`compile_variant`, once."""
     return compile_variant(variant, arch)
 
 
@@ -575,7 +576,7 @@ def bf16_linear_cute(
     if config.cluster == 1:
         per_block = -(-num_tiles // (num_multiprocessors(x.device) * config.blocks_per_processor))
         num_blocks = -(-num_tiles // per_block)
-    run = _compiled(variant, arch_of(x.device))
+    run = compiled(variant, arch_of(x.device))
     run(
         x_MK,
         weight_NK,

@@ -3,8 +3,9 @@
 The linears of the release over 1, 2, 4 and 8 devices, on one NVIDIA H200, 2026-11-30. The CuTe
 kernel runs for the shapes that are here; for others only where it is forced.
 
-MEASURED: (N, K) -> the fields of `config.StreamConfig`. LIBRARY: (N, K) -> the M (rounded up to a
-power of two) at which torch's own product is the faster one.
+MEASURED: (N, K) -> the fields of `config.StreamConfig`. MANY_ROWS: the same for more than 8 rows,
+where another split is faster then. LIBRARY: (N, K) -> the M (rounded up to a power of two) at which
+torch's own product is the faster one.
 """
 
 from __future__ import annotations
@@ -41,6 +42,8 @@ MEASURED: dict[tuple[int, int], tuple[int, ...]] = {
     (77440, 6144): (24, 512, 8, 4, 1, 1),
     (154880, 6144): (32, 512, 8, 4, 1, 1),
 }
+
+MANY_ROWS: dict[tuple[int, int], tuple[int, ...]] = {}
 
 LIBRARY: dict[tuple[int, int], tuple[int, ...]] = {
     (6144, 6144): (16,),

@@ -2,10 +2,13 @@
 
     python -m glm_compile.ops.bf16_linear.tune                  # all weights, prints the table
     python -m glm_compile.ops.bf16_linear.tune 2784x6144 --write
+    python -m glm_compile.ops.bf16_linear.tune --jobs 8 --write --json linears.json
 
 Times are CUDA-graph replays over copies of the weight that exceed the L2 cache, so weights are
 cold; our launches follow each other by programmatic dependent launch, as they do in a graph of a
-whole step. `--write` puts the choices in `measured.py`. Nothing is tuned when an op is called.
+whole step. `--write` puts the choices in `measured.py`, `--json` the times in a file to plot.
+Processes (`--jobs`) compile side by side and measure one at a time. Nothing is tuned when an op is
+called.
 
 Shape legend: M rows, K in features, N out features.
 """
@@ -13,19 +16,24 @@ Shape legend: M rows, K in features, N out features.
 from __future__ import annotations
 
 import argparse
+import concurrent.futures
+import contextlib
 import dataclasses
 import functools
+import json
 import math
+import multiprocessing
 import statistics
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.nn.functional as F
 
-from glm_compile.ops.bf16_linear.config import StreamConfig
-from glm_compile.ops.bf16_linear.measured import LIBRARY, MEASURED
+from glm_compile.ops.bf16_linear.config import FEW_ROWS, StreamConfig
+from glm_compile.ops.bf16_linear.measured import LIBRARY, MANY_ROWS, MEASURED
 
 # (N, K) of the linears of the release over 1, 2, 4 and 8 devices, merged where passes merge them.
 SHAPES = {
@@ -56,10 +64,10 @@ SHAPES = {
     8: [(2048, 2048), (512, 6144), (6144, 256), (3072, 6144), (6144, 1536), (19360, 6144)],
 }
 ROWS = (1, 2, 4, 6, 8, 16)
-# What the choice is made by: drafts of five and the token before them, and the widest kernel.
+# What the choices are made by: drafts of five and the token before them, and the most rows.
 _CHOSEN_BY = (6, 16)
-# A split must win by this much over the library to be taken.
-_MARGIN = 1.0
+# Another split is taken for many rows where it takes this part of the time of the one for few.
+_ANOTHER_BELOW = 0.97
 
 _COLD_BYTES = 180e6
 _BYTES_PER_GRAPH = 2e9
@@ -125,77 +133,195 @@ def measure(fn: Callable[[torch.Tensor], object], weights: list[torch.Tensor]) -
     return statistics.median(times[2:])
 
 
-def tune(
-    num_features: int, num_columns: int
-) -> tuple[StreamConfig, dict[int, tuple[float, float]]]:
-    """Return the best split, and (ours, library's) microseconds for each number of rows."""
+def _set_lock(lock: Any) -> None:
+    """A worker's own start: what it measures waits for what others measure."""
+    global _alone
+    _alone = lock
+
+
+_alone: Any = contextlib.nullcontext()
+
+
+@dataclasses.dataclass(frozen=True)
+class Tuned:
+    """What was measured of one weight.
+
+    Attributes:
+        shape: (N, K).
+        few, many: the splits for up to 8 rows and for 9 to 16; equal where another one for many
+            rows brings little.
+        times: M -> (ours, the library's) microseconds.
+    """
+
+    shape: tuple[int, int]
+    few: StreamConfig
+    many: StreamConfig
+    times: dict[int, tuple[float, float]]
+
+    @property
+    def lost(self) -> tuple[int, ...]:
+        """The M, rounded up to powers of two, at which the library is the faster one."""
+        return tuple(sorted({_bucket(m) for m, (own, other) in self.times.items() if own > other}))
+
+    def speedups(self) -> list[float]:
+        """The library's time over that of what will run, for each M."""
+        return [
+            1.0 if _bucket(m) in self.lost else other / own
+            for m, (own, other) in self.times.items()
+        ]
+
+
+def _bucket(num_rows: int) -> int:
+    return 1 << (num_rows - 1).bit_length()
+
+
+@torch.no_grad()
+def tune(shape: tuple[int, int]) -> Tuned:
+    """Measure the splits of a weight [N, K] and the library."""
+    from glm_compile.ops._cute import arch_of
+    from glm_compile.ops.bf16_linear.cute_kernel import compiled, variant_for
+
+    splits = list(candidates(*shape))
+    for config in splits:
+        for num_rows in _CHOSEN_BY:
+            compiled(variant_for(shape[1], num_rows, config), arch_of(torch.device("cuda")))
+    with _alone:
+        result = _measure_splits(shape, splits)
+        torch.cuda.empty_cache()
+    return result
+
+
+def _measure_splits(shape: tuple[int, int], splits: Sequence[StreamConfig]) -> Tuned:
     from glm_compile.ops.bf16_linear.cute_kernel import bf16_linear_cute
 
-    num_bytes = 2 * num_features * num_columns
-    weights = [
-        torch.randn(num_features, num_columns, dtype=torch.bfloat16, device="cuda")
-        for _ in range(math.ceil(_COLD_BYTES / num_bytes))
-    ]
+    num_copies = math.ceil(_COLD_BYTES / (2 * shape[0] * shape[1]))
+    weights = [torch.randn(shape, dtype=torch.bfloat16, device="cuda") for _ in range(num_copies)]
 
     def ours(num_rows: int, config: StreamConfig) -> float:
-        x = torch.randn(num_rows, num_columns, device="cuda").bfloat16()
+        x = torch.randn(num_rows, shape[1], device="cuda").bfloat16()
         return measure(
             lambda weight: bf16_linear_cute(x, weight, None, None, config=config), weights
         )
 
     few, many = _CHOSEN_BY
-    by_few = {config: ours(few, config) for config in candidates(num_features, num_columns)}
-    finalists = sorted(by_few, key=by_few.__getitem__)[:3]
-    best = min(finalists, key=lambda config: by_few[config] * ours(many, config))
+    by_few = {config: ours(few, config) for config in splits}
+    by_many = {config: ours(many, config) for config in splits}
+    best = min(by_few, key=by_few.__getitem__)
+    for_many = min(by_many, key=by_many.__getitem__)
+    if by_many[for_many] > by_many[best] * _ANOTHER_BELOW:
+        for_many = best
     times = {}
     for num_rows in ROWS:
-        x = torch.randn(num_rows, num_columns, device="cuda").bfloat16()
+        x = torch.randn(num_rows, shape[1], device="cuda").bfloat16()
         library = measure(functools.partial(F.linear, x), weights)
-        times[num_rows] = (ours(num_rows, best), library)
-    return best, times
+        times[num_rows] = (ours(num_rows, best if num_rows <= FEW_ROWS else for_many), library)
+    return Tuned(shape, best, for_many, times)
 
 
-def write(measured: dict, library: dict) -> None:
-    """Rewrite `measured.py` with these tables."""
+def _table(name: str, types: str, values: Mapping[tuple[int, int], object]) -> list[str]:
+    rows = [f"    {shape}: {value},\n" for shape, value in sorted(values.items())]
+    return [f"{name}: dict[tuple[int, int], {types}] = {{\n", *rows, "}\n"]
+
+
+def write(results: Sequence[Tuned]) -> None:
+    """Put these choices in `measured.py`; those of other weights stay."""
+    measured, many, library = dict(MEASURED), dict(MANY_ROWS), dict(LIBRARY)
+    for result in results:
+        measured[result.shape] = dataclasses.astuple(result.few)
+        for table in (many, library):
+            table.pop(result.shape, None)
+        if result.many != result.few:
+            many[result.shape] = dataclasses.astuple(result.many)
+        if result.lost:
+            library[result.shape] = result.lost
     path = Path(__file__).with_name("measured.py")
-    head = path.read_text().split("MEASURED:", 2)
-    lines = [f"{head[0]}MEASURED:{head[1]}MEASURED: dict[tuple[int, int], tuple[int, ...]] = {{\n"]
-    lines += [f"    {shape}: {fields},\n" for shape, fields in sorted(measured.items())]
-    lines.append("}\n\nLIBRARY: dict[tuple[int, int], tuple[int, ...]] = {\n")
-    lines += [f"    {shape}: {rows},\n" for shape, rows in sorted(library.items())]
-    path.write_text("".join(lines) + "}\n")
+    head = path.read_text().split("MEASURED: dict", 1)[0]
+    tables = [
+        _table("MEASURED", "tuple[int, ...]", measured),
+        _table("MANY_ROWS", "tuple[int, ...]", many),
+        _table("LIBRARY", "tuple[int, ...]", library),
+    ]
+    path.write_text(head + "\n".join("".join(lines) for lines in tables))
+
+
+def _lines(result: Tuned) -> list[str]:
+    floor = _floor(result.shape)
+    another = f", {dataclasses.astuple(result.many)} for 16 rows" * (result.many != result.few)
+    head = f"{result.shape}: {dataclasses.astuple(result.few)}{another}, floor {floor:.2f}"
+    return [f"{head}, library at {list(result.lost)}"] + [
+        f"    M={num_rows}: {own:.2f} us, library {other:.2f}, {other / own:.2f}x, "
+        f"{floor / own:.0%} of the floor"
+        for num_rows, (own, other) in result.times.items()
+    ]
+
+
+def _floor(shape: tuple[int, int]) -> float:
+    return 2 * shape[0] * shape[1] / _READ_BYTES_PER_US
+
+
+def _summary(results: Sequence[Tuned]) -> list[str]:
+    by_shape = {result.shape: result.speedups() for result in results}
+    groups = {"all weights": list(by_shape)}
+    for number, shapes in SHAPES.items():
+        groups[f"over {number} device{'s' * (number > 1)}"] = shapes
+    lines = []
+    for title, shapes in groups.items():
+        speedups = [value for shape in shapes for value in by_shape.get(shape, ())]
+        if speedups:
+            mean = statistics.geometric_mean(speedups)
+            lines.append(f"{title}: geometric mean {mean:.3f}x, least {min(speedups):.2f}x")
+    return lines
+
+
+def _facts(results: Sequence[Tuned]) -> list[dict[str, Any]]:
+    """What `tests/benchmarks/plot_bf16_linear.py` reads."""
+    return [
+        {
+            "N": result.shape[0],
+            "K": result.shape[1],
+            "M": num_rows,
+            "median_us": own,
+            "library_us": other,
+            "is_library": _bucket(num_rows) in result.lost,
+            "floor_us": _floor(result.shape),
+            "device": torch.cuda.get_device_name(),
+            "torch": torch.__version__,
+        }
+        for result in results
+        for num_rows, (own, other) in result.times.items()
+    ]
+
+
+def _shape(text: str) -> tuple[int, int]:
+    num_features, num_columns = map(int, text.split("x"))
+    return num_features, num_columns
 
 
 def main(arguments: list[str]) -> None:
-    parser = argparse.ArgumentParser(description=__doc__.split("\n", 1)[0])
-    parser.add_argument("shapes", nargs="*", help="NxK; all weights of the release by default")
+    parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n", 1)[0])
+    parser.add_argument(
+        "shapes", nargs="*", type=_shape, help="NxK; all weights of the release by default"
+    )
     parser.add_argument("--write", action="store_true", help="put the choices in measured.py")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="write the times to FILE")
+    parser.add_argument("--jobs", type=int, default=1, metavar="N", help="processes (default: 1)")
     options = parser.parse_args(arguments)
-    shapes = [tuple(map(int, shape.split("x"))) for shape in options.shapes]
-    shapes = shapes or [shape for of_size in SHAPES.values() for shape in of_size]
-    measured, library = dict(MEASURED), dict(LIBRARY)
-    for num_features, num_columns in shapes:
-        best, times = tune(num_features, num_columns)
-        shape = (num_features, num_columns)
-        measured[shape] = dataclasses.astuple(best)
-        floor = 2 * num_features * num_columns / _READ_BYTES_PER_US
-        lost = sorted({1 << (m - 1).bit_length() for m, (o, f) in times.items() if o > f * _MARGIN})
-        library.pop(shape, None)
-        if lost:
-            library[shape] = tuple(lost)
-        lines = [f"{shape}: {measured[shape]},  floor {floor:.2f}, library at {lost}"]
-        lines += [
-            f"    M={num_rows}: {own:.2f} us, library {other:.2f}, {other / own:.2f}x, "
-            f"{floor / own:.0%} of the floor"
-            for num_rows, (own, other) in times.items()
-        ]
-        sys.stdout.write("\n".join([*lines, ""]))
-        sys.stdout.flush()
-        torch.cuda.empty_cache()
+    shapes = options.shapes or [shape for of_size in SHAPES.values() for shape in of_size]
+    results = []
+    context = multiprocessing.get_context("spawn")
+    with concurrent.futures.ProcessPoolExecutor(
+        options.jobs, context, initializer=_set_lock, initargs=(context.Lock(),)
+    ) as pool:
+        for done in concurrent.futures.as_completed([pool.submit(tune, shape) for shape in shapes]):
+            results.append(done.result())
+            sys.stdout.write("\n".join([*_lines(results[-1]), ""]))
+            sys.stdout.flush()
+            if options.json:
+                options.json.write_text(json.dumps(_facts(results), indent=1))
+    sys.stdout.write("\n".join([*_summary(results), ""]))
     if options.write:
-        write(measured, library)
+        write(results)
 
 
 if __name__ == "__main__":
-    with torch.no_grad():
-        main(sys.argv[1:])
+    main(sys.argv[1:])

@@ -5,6 +5,8 @@ Shape legend: M rows, K in features, N out features.
 
 from __future__ import annotations
 
+import sys
+import types
 from dataclasses import replace
 
 import pytest
@@ -12,13 +14,14 @@ import torch
 
 from glm_compile.ops.bf16_linear import bf16_linear
 from glm_compile.ops.bf16_linear.config import (
+    FEW_ROWS,
     MAX_STAGES,
     StreamConfig,
     default_stream,
     library_wins,
     stream_config_for,
 )
-from glm_compile.ops.bf16_linear.measured import MEASURED
+from glm_compile.ops.bf16_linear.measured import MANY_ROWS, MEASURED
 from tests.ops.test_bf16_linear import check_error, make_inputs
 
 pytestmark = pytest.mark.usefixtures("cute_gpu")
@@ -45,10 +48,37 @@ def splits(config: StreamConfig, num_columns: int) -> bool:
 
 
 def test_measured_choices_can_be_launched():
-    for (num_features, num_columns), fields in MEASURED.items():
-        config = StreamConfig(*fields)
-        assert config.tile % 8 == 0 and splits(config, num_columns)
-        assert stream_config_for(num_features, num_columns) == config
+    assert set(MANY_ROWS) <= set(MEASURED)
+    for table, num_rows in ((MEASURED, FEW_ROWS), (MANY_ROWS, FEW_ROWS + 1)):
+        for (num_features, num_columns), fields in table.items():
+            config = StreamConfig(*fields)
+            assert config.tile % 8 == 0 and splits(config, num_columns)
+            assert stream_config_for(num_features, num_columns, num_rows) == config
+
+
+def test_many_rows_have_a_split_of_their_own_unless_rows_must_not_depend_on_their_number(
+    monkeypatch,
+):
+    import glm_compile.ops.bf16_linear as package
+    from glm_compile.ops.bf16_linear import config
+
+    monkeypatch.setitem(config.MEASURED, (16, 64), (16, 256))
+    monkeypatch.setitem(config.MANY_ROWS, (16, 64), (8, 256))
+    config.stream_config_for.cache_clear()
+    seen = []
+
+    def keep(x, *_arguments, config):
+        seen.append(config.tile)
+        return x
+
+    kernel = types.SimpleNamespace(bf16_linear_cute=keep)
+    monkeypatch.setitem(sys.modules, "glm_compile.ops.bf16_linear.cute_kernel", kernel)
+    weight = torch.zeros(16, 64)
+    for num_rows in (1, FEW_ROWS, FEW_ROWS + 1):
+        for deterministic in (False, True):
+            package._run_cute(torch.zeros(num_rows, 64), weight, None, None, deterministic)
+    config.stream_config_for.cache_clear()
+    assert seen == [16, 16, 16, 16, 8, 16]
 
 
 def test_default_fits_any_weight():
