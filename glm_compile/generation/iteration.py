@@ -25,11 +25,11 @@ import torch
 
 from glm_compile.cache import PagedCache
 from glm_compile.generation.device_processors import DeviceProcessors
-from glm_compile.generation.randomness import Purpose, exponential, position_keys, uniform
 from glm_compile.generation.request import Request
-from glm_compile.generation.sampling import draw, has_weight, probabilities, reject
+from glm_compile.generation.sampling import draw, has_weight, probabilities
 from glm_compile.generation.state import DecodingState
 from glm_compile.ops.accept_block import accept_block
+from glm_compile.ops.rejection_sampling import Purpose, draw_token, rejection_sample
 
 if TYPE_CHECKING:
     from glm_compile.generation.steps import MtpSteps, TargetSteps
@@ -117,9 +117,7 @@ class Iteration:
         scores_BSV = self._process(logits_BSV, view, 0)
         num_tokens_B, has_weight_B = None, None
         if self.do_sample:
-            probs_BSV = probabilities(scores_BSV)
-            tokens_BS, num_tokens_B = self._reject(probs_BSV, drafts_Bk)
-            has_weight_B = has_weight(probs_BSV, tokens_BS, num_tokens_B)
+            tokens_BS, num_tokens_B, has_weight_B = self._draw(probabilities(scores_BSV), drafts_Bk)
         else:
             tokens_BS = scores_BSV.argmax(dim=-1)
         rules = self.processor if isinstance(self.processor, DeviceProcessors) else None
@@ -181,7 +179,7 @@ class Iteration:
             if self.do_sample:
                 probs_B1V = probabilities(scores_B1V)
                 probs.append(probs_B1V)
-                draft_B1 = draw(probs_B1V, self._noise(step, Purpose.DRAFT, probs_B1V.shape[-1]))
+                draft_B1 = self._draw_draft(probs_B1V, step)
             else:
                 draft_B1 = scores_B1V.argmax(dim=-1)
             drafts.append(draft_B1)
@@ -205,35 +203,34 @@ class Iteration:
         if state.draft_probs_BkV is not None:
             state.draft_probs_BkV.copy_(torch.cat(probs, dim=1))
 
-    def _reject(
+    def _draw(
         self, probs_BSV: torch.Tensor, drafts_Bk: torch.Tensor
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Rejection sampling; without drafts in the call, a draw that equals transformers' own."""
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """Tokens [B,S], their number [B], and whether the last of them had a probability [B].
+
+        With drafts in the call by rejection, without by a draw that equals transformers' own.
+        """
         state = self.state
-        num_drafts = drafts_Bk.shape[1]
         if state.draft_probs_BkV is None or state.row_keys_B is None:
-            return reject(probs_BSV, probs_BSV[:, :0], drafts_Bk)
-        coins_Bk = uniform(self._keys(num_drafts, Purpose.COIN))
-        # One token of a block is drawn here, so the block's first position is its key.
-        noise_B1V = self._noise(0, Purpose.TOKEN, probs_BSV.shape[-1])
-        return reject(
+            tokens_B1 = draw(probs_BSV)
+            has_weight_B = has_weight(probs_BSV.squeeze(1), tokens_B1.squeeze(1))
+            return tokens_B1, torch.ones_like(state.counts_B), has_weight_B
+        num_drafts = drafts_Bk.shape[1]
+        return rejection_sample(
             probs_BSV,
             state.draft_probs_BkV[:, :num_drafts],
             drafts_Bk,
-            coins_Bk,
-            noise_B1V.squeeze(1),
+            state.row_keys_B,
+            state.counts_B,
         )
 
-    def _noise(self, offset: int, purpose: Purpose, size: int) -> torch.Tensor:
-        """Noise [B,1,size] of the position that many behind each row's text."""
-        return exponential(self._keys(offset + 1, purpose)[:, offset:], size)
-
-    def _keys(self, num_positions: int, purpose: Purpose) -> torch.Tensor:
-        """Keys of the positions behind each row's text [B, num_positions]."""
-        row_keys_B = self.state.row_keys_B
-        assert row_keys_B is not None
-        offsets = torch.arange(num_positions, device=row_keys_B.device)
-        return position_keys(row_keys_B, self.state.counts_B[:, None] + offsets, purpose)
+    def _draw_draft(self, probs_B1V: torch.Tensor, step: int) -> torch.Tensor:
+        state = self.state
+        assert state.row_keys_B is not None
+        draft_B = draw_token(
+            probs_B1V.squeeze(1), state.row_keys_B, state.counts_B, Purpose.DRAFT, offset=step
+        )
+        return draft_B[:, None]
 
     def _process(
         self, logits_BSV: torch.Tensor, view: HostView | None, num_drafts_before: int

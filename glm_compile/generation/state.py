@@ -13,9 +13,9 @@ from dataclasses import dataclass
 
 import torch
 
-from glm_compile.generation.randomness import row_keys
 from glm_compile.generation.request import Request
 from glm_compile.ops.accept_block import FINISHED, FIRST_TOKEN, IS_DRAWN, KEPT
+from glm_compile.ops.rejection_sampling.random_numbers import row_keys
 
 __all__ = [
     "FINISHED",

@@ -10,8 +10,10 @@ import torch
 from torch._dynamo.testing import CompileCounterWithBackend
 
 import glm_compile
-from glm_compile.generation.sampling import draw, probabilities, reject
+from glm_compile.generation.sampling import draw, probabilities
 from glm_compile.mtp import GlmMoeDsaMtp
+from glm_compile.ops.rejection_sampling.reference import reject
+from tests.chi_square import chi_square_p
 from tests.glm_compile.generation.drafts import (
     NEW,
     VOCAB,
@@ -26,7 +28,6 @@ from tests.glm_compile.generation.drafts import (
     run,
     unequal,
 )
-from tests.glm_compile.generation.test_sampling import chi_square_p
 from tests.tiny_models import tiny_config, tiny_model
 
 
@@ -229,7 +230,8 @@ def test_spec_11_positions_follow_the_target_and_drafts_are_accepted(temperature
     target = torch.tensor([2.0, 1.5, 1.0, 0.5]) / temperature
     p = probabilities(target).expand(4000, 3, 4)
     q = probabilities(target.flip(0)).expand(4000, 2, 4)
-    tokens, counts = reject(p, q, draw(q))
+    noise = torch.empty(4000, 4).exponential_(1)
+    tokens, counts, _ = reject(p, q, draw(q), torch.rand(4000, 2), noise)
     assert (counts > 1).float().mean() > 0.3
     for position in range(3):
         emitted = tokens[counts > position, position]

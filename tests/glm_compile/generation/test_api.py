@@ -26,8 +26,8 @@ from transformers.generation.streamers import BaseStreamer
 
 import glm_compile
 from glm_compile.generation import GenerationOutput
+from tests.chi_square import chi_square_p
 from tests.glm_compile.generation.drafts import ScriptedMtp, always, padded, prompt_of, random_mtp
-from tests.glm_compile.generation.test_sampling import chi_square_p
 from tests.tiny_models import tiny_config, tiny_model
 
 NEW = 9

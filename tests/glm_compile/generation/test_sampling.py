@@ -1,29 +1,13 @@
-"""Rejection sampling keeps the target's distribution."""
+"""Plain draws are those of torch, and rejection sampling keeps the target's distribution."""
 
 from __future__ import annotations
-
-import math
 
 import pytest
 import torch
 
-from glm_compile.generation.sampling import draw, probabilities, reject
-
-
-def chi_square_p(counts: torch.Tensor, expected: torch.Tensor) -> float:
-    """Probability of a deviation at least this large (Wilson-Hilferty); bins below 5 are merged."""
-    small = expected < 5
-    counts, expected = counts.double(), expected.double()
-    if small.any():
-        counts = torch.cat([counts[~small], counts[small].sum()[None]])
-        expected = torch.cat([expected[~small], expected[small].sum()[None]])
-        if expected[-1] < 5:
-            counts[-2], expected[-2] = counts[-2] + counts[-1], expected[-2] + expected[-1]
-            counts, expected = counts[:-1], expected[:-1]
-    statistic = float(((counts - expected) ** 2 / expected).sum())
-    free = len(counts) - 1
-    z = ((statistic / free) ** (1 / 3) - (1 - 2 / (9 * free))) / math.sqrt(2 / (9 * free))
-    return 0.5 * math.erfc(z / math.sqrt(2))
+from glm_compile.generation.sampling import draw, has_weight, probabilities
+from glm_compile.ops.rejection_sampling import reference
+from tests.chi_square import chi_square_p
 
 
 def test_draw_equals_multinomial() -> None:
@@ -41,6 +25,20 @@ def test_draw_never_takes_a_zero_weight() -> None:
 
 def test_probabilities_are_float32() -> None:
     assert probabilities(torch.zeros(2, 4, dtype=torch.bfloat16)).dtype == torch.float32
+
+
+def test_a_drawn_token_has_a_weight_or_not() -> None:
+    p = torch.tensor([[0.0, 1.0], [0.0, 0.0], [torch.nan, torch.nan]])
+    assert has_weight(p, torch.tensor([1, 0, 1])).tolist() == [True, False, False]
+
+
+def reject(
+    p: torch.Tensor, q: torch.Tensor, drafts: torch.Tensor, coins: torch.Tensor | None = None
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Rejection with numbers of torch's generator."""
+    coins = torch.rand(drafts.shape) if coins is None else coins
+    noise = torch.empty(p.shape[0], p.shape[2]).exponential_(1)
+    return reference.reject(p, q, drafts, coins, noise)[:2]
 
 
 def _samples(
