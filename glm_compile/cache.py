@@ -347,7 +347,7 @@ class PagedCache(Cache):
             self._check_counts(num_tokens)
             if num_tokens.dim() > 0:
                 self._is_ragged = self._batch_size > 1
-            self.lengths.add_(num_tokens.to(self.lengths))
+            self.lengths.add_(num_tokens.to(self.lengths.device))
         self._is_counted = False
 
     def _check_counts(self, num_tokens: int | torch.Tensor) -> None:

@@ -140,9 +140,12 @@ class MtpSteps:
         self.is_index_shared = is_index_shared
 
         def run_extend(
-            ids_BS: torch.Tensor, hidden_BSC: torch.Tensor, row_B: torch.Tensor, cache: PagedCache
+            ids_BS: torch.Tensor,
+            hidden_BSC: torch.Tensor,
+            positions_BS: torch.Tensor,
+            row_B: torch.Tensor,
+            cache: PagedCache,
         ) -> tuple[torch.Tensor, ...]:
-            positions_BS = _positions(ids_BS, cache)
             hidden_BSC, topk_BSK = mtp.extend(ids_BS, hidden_BSC, positions_BS, None, cache)
             hidden_B1C = select_row(hidden_BSC, row_B)
             logits_B1V = mtp.compute_logits(hidden_B1C)
@@ -155,12 +158,24 @@ class MtpSteps:
         def extend(
             ids_BS: torch.Tensor, hidden_BSC: torch.Tensor, row_B: torch.Tensor, cache: PagedCache
         ) -> tuple[torch.Tensor, ...]:
-            return run_extend(ids_BS, hidden_BSC, row_B, cache)
+            # Rows behind the last accepted one are its copies: nobody reads what they give, and
+            # they meet no experts of their own, whose weights would be read for nothing.
+            rows_S = torch.arange(ids_BS.shape[1], device=ids_BS.device)
+            rows_BS = torch.minimum(rows_S, row_B[:, None])
+            positions_BS = cache.lengths[:, None].to(torch.long) + rows_BS
+            rows_BSC = rows_BS[..., None].expand(-1, -1, hidden_BSC.shape[-1])
+            return run_extend(
+                ids_BS.gather(1, rows_BS),
+                hidden_BSC.gather(1, rows_BSC),
+                positions_BS,
+                row_B,
+                cache,
+            )
 
         def extend_prompt(
             ids_BS: torch.Tensor, hidden_BSC: torch.Tensor, row_B: torch.Tensor, cache: PagedCache
         ) -> tuple[torch.Tensor, ...]:
-            return run_extend(ids_BS, hidden_BSC, row_B, cache)
+            return run_extend(ids_BS, hidden_BSC, _positions(ids_BS, cache), row_B, cache)
 
         def draft(
             ids_B1: torch.Tensor,

@@ -11,8 +11,9 @@ import torch
 from torch._dynamo.testing import CompileCounterWithBackend
 
 import glm_compile
+from glm_compile.cache import PagedCache
 from glm_compile.errors import UnsupportedError
-from glm_compile.generation.steps import Steps, select_row, unwrap_compiled
+from glm_compile.generation.steps import MtpSteps, Steps, select_row, unwrap_compiled
 from tests.glm_compile.generation.drafts import greedy_reference, padded, prompt_of, random_mtp
 from tests.tiny_models import tiny_config, tiny_model
 
@@ -133,6 +134,32 @@ def test_graphs_are_counted_per_batch_size(model: Any) -> None:
 def test_select_row() -> None:
     values = torch.arange(12).view(2, 3, 2)
     assert select_row(values, torch.tensor([2, 0])).tolist() == [[[4, 5]], [[6, 7]]]
+
+
+def test_rows_behind_the_accepted_ones_are_copies(model: Any) -> None:
+    """They change nothing for the accepted ones, and meet the experts of the last of these."""
+    mtp, seen, results = random_mtp(model), [], []
+    ids, hidden = torch.randint(0, 500, (2, 4)), torch.randn(2, 4, model.config.hidden_size)
+    row = torch.tensor([1, 3])
+    router = mtp.layer.mlp.gate.register_forward_hook(
+        lambda module, inputs, outputs: seen.append(outputs[-1].view(2, 4, -1))
+    )
+    for has_copies in (True, False):
+        cache = PagedCache(model.config, 2, 64, num_mtp_layers=1)
+        cache.auto_advance = False
+        cache.set_lengths([5, 2])
+        for pages in cache._pages():
+            pages.copy_(torch.randn(pages.shape, generator=torch.Generator().manual_seed(1)))
+        steps = MtpSteps(mtp, None, True)
+        results.append(
+            (steps.extend if has_copies else steps.extend_prompt)(ids, hidden, row, cache)
+        )
+    router.remove()
+    for ours, theirs in zip(*results):
+        torch.testing.assert_close(ours, theirs)
+    assert torch.equal(seen[0][0, :2], seen[1][0, :2]) and torch.equal(seen[0][1], seen[1][1])
+    assert not torch.equal(seen[1][0, 1], seen[1][0, 2])
+    assert torch.equal(seen[0][0, 1], seen[0][0, 2]) and torch.equal(seen[0][0, 1], seen[0][0, 3])
 
 
 def test_a_compiled_model_through_the_backend_with_ragged_rows() -> None:
