@@ -26,6 +26,7 @@ from glm_compile.ops import (
     paged_cache,
     rejection_sampling,
     rms_norm_linear,
+    row_argmax,
     sparse_mla,
     topk,
 )
@@ -44,6 +45,7 @@ __all__ = [
     "paged_cache",
     "rejection_sampling",
     "rms_norm_linear",
+    "row_argmax",
     "sparse_mla",
     "topk",
 ]
