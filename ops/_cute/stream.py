@@ -62,16 +62,6 @@ def load_global_word(address: Int64, is_wanted: Int32) -> Int32:
     )
 
 
-def load_peer_float(address: Int32, rank: Int32) -> Float32:
-    """A float at the same place in the shared memory of block `rank` of the cluster."""
-    return inline_ptx(
-        "{\n.reg .b32 peer;\nmapa.shared::cluster.u32 peer, {$r0}, {$r1};\n"
-        "ld.shared::cluster.f32 {$w0}, [peer];\n}",
-        write_only_types=[Float32],
-        read_only_args=[address, rank],
-    )
-
-
 def mma_bf16(a: tuple, b: tuple, c: list) -> list:
     """c + A B^T on the tensor cores: A 16 x 16 and B 8 x 16 bf16, c 16 x 8 fp32, as mma.sync does.
 

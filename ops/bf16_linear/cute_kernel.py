@@ -3,7 +3,8 @@
 One warp of a block keeps a ring of stages full by bulk copies, a row's piece of a stage each; the
 others share out a stage's columns between them, multiply by tensor cores (16 out features by 8 rows
 of x) and add their sums up at the end of a tile, in one order. Where out features are too few for
-all multiprocessors the blocks of a cluster share out K as well, and add up in one order too. So
+all multiprocessors, or x so wide that every block's reading all of it costs much, the blocks of a
+cluster share out K as well: each gets a share of the others' sums, and adds up in one order too. So
 results are the same in every run; a row's depend neither on the other rows nor on their number.
 
 The tensor cores do not care which columns they multiply as long as both sides agree. Here a lane
@@ -31,12 +32,17 @@ from cutlass.cute.runtime import make_fake_tensor
 from cutlass.memory import SmemAllocator
 
 from glm_compile.ops._cute import arch_of, compile_kernel
-from glm_compile.ops._cute.device import WARP, load_shared_v4
+from glm_compile.ops._cute.device import (
+    WARP,
+    load_shared_v4,
+    peer_address,
+    send_v4,
+    shared_address,
+)
 from glm_compile.ops._cute.stream import (
     bulk_load,
     evict_first_policy,
     load_global_16_bytes,
-    load_peer_float,
     mma_bf16,
     multiply_bf16,
     pack_bf16,
@@ -108,8 +114,11 @@ class Bf16LinearKernel:
         # 4 more than a multiple of 16: stores of a warp's sums meet no bank twice.
         self.sum_pitch = self.tile_blocks * 16 + 4
         self.num_rows = v.row_blocks * _ROWS
+        # Sums are sent in groups of four features; a block finishes these groups of a tile.
+        self.num_owned = self.num_rows * v.tile // (4 * v.cluster)
+        self.num_received = v.cluster * self.num_owned * 4 if v.cluster > 1 else 4
         num_sums = v.num_warps * self.num_rows * self.sum_pitch
-        self.other_shared_bytes = (num_sums + v.num_warps * 16) * 4 + 128
+        self.other_shared_bytes = (num_sums + self.num_received + v.num_warps * 16) * 4 + 128
 
     @cute.jit
     def __call__(
@@ -158,15 +167,24 @@ class Bf16LinearKernel:
             Float32, cute.make_layout(v.num_warps * self.num_rows * self.sum_pitch), 16
         )
         squares = allocator.allocate_tensor(Float32, cute.make_layout(v.num_warps * 16), 16)
-        barriers = allocator.allocate_tensor(Int64, cute.make_layout(2 * v.num_stages), 16)
+        received = allocator.allocate_tensor(Float32, cute.make_layout(self.num_received), 16)
+        barriers = allocator.allocate_tensor(Int64, cute.make_layout(2 * v.num_stages + 1), 16)
         is_full = barriers.iterator
         is_empty = barriers.iterator + v.num_stages
+        has_sums = barriers.iterator + 2 * v.num_stages
         if tid == 0:
             for stage in cutlass.range_constexpr(v.num_stages):
                 cute.arch.mbarrier_init(is_full + stage, 1)
                 cute.arch.mbarrier_init(is_empty + stage, v.num_warps)
+            cute.arch.mbarrier_init(has_sums, 1)
             cute.arch.mbarrier_init_fence()
+            if cutlass.const_expr(v.cluster > 1):
+                num_bytes = v.cluster * self.num_owned * 16
+                cute.arch.mbarrier_arrive_and_expect_tx(has_sums, num_bytes)
         cute.arch.sync_threads()
+        if cutlass.const_expr(v.cluster > 1):
+            # Who has waited for this may send to the barrier.
+            cute.arch.cluster_arrive()
         tile = block // v.cluster
         rank = block % v.cluster
         stride = num_blocks // v.cluster
@@ -175,7 +193,7 @@ class Bf16LinearKernel:
         else:
             self._multiply(
                 (x, weight, norm_weight, bias, residual, output, eps),
-                (ring, sums, squares, is_full, is_empty),
+                (ring, sums, squares, received, is_full, is_empty, has_sums),
                 (tile, rank, stride, row_block),
             )
 
@@ -217,12 +235,14 @@ class Bf16LinearKernel:
                     slot = Int32(0)
                     phase ^= 1
             tile += stride
+        if cutlass.const_expr(v.cluster > 1):
+            cute.arch.cluster_wait()
 
     @cute.jit
     def _multiply(self, tensors, shared, place) -> None:
         v = self.v
         x, weight, norm_weight, bias, residual, output, eps = tensors
-        ring, sums, squares, is_full, is_empty = shared
+        ring, sums, squares, received, is_full, is_empty, has_sums = shared
         tile, rank, stride, row_block = place
         tid, _, _ = cute.arch.thread_idx()
         lane = cute.arch.lane_idx()
@@ -296,7 +316,13 @@ class Bf16LinearKernel:
             self._sum_up(total, sums, warp, lane)
             first = tile * v.tile
             if cutlass.const_expr(v.cluster > 1):
-                self._finish_cluster(sums, output, bias, residual, first, first_row, num_rows, rank)
+                self._finish_cluster(
+                    sums,
+                    received,
+                    has_sums,
+                    (output, bias, residual),
+                    (first, first_row, num_rows, rank),
+                )
             else:
                 for i in cutlass.range_constexpr(self._outputs_per_thread(1)):
                     index = tid + i * self.num_consumers
@@ -368,38 +394,54 @@ class Bf16LinearKernel:
         cute.arch.barrier(barrier_id=1, number_of_threads=self.num_consumers)
 
     @cute.jit
-    def _finish_cluster(
-        self, sums, output, bias, residual, first, first_row, num_rows, rank
-    ) -> None:
-        """Add the blocks' sums up; each block of the cluster stores its share of the tile."""
+    def _finish_cluster(self, sums, received, has_sums, tensors, place) -> None:
+        """Send each block of the cluster its share of the sums; add up what came, and store it.
+
+        A block ends with its own share: what it sent is waited for where it went. It has one tile,
+        so nothing arrives twice.
+        """
         v = self.v
+        output, bias, residual = tensors
+        first, first_row, num_rows, rank = place
         tid, _, _ = cute.arch.thread_idx()
-        for i in cutlass.range_constexpr(self._outputs_per_thread(1)):
-            index = tid + i * self.num_consumers
-            row = index // v.tile
-            at = row * self.sum_pitch + index % v.tile
-            if row < num_rows:
-                value = sums[at]
+        groups_per_row = v.tile // 4
+        num_groups = self.num_rows * groups_per_row
+        sums_address = shared_address(sums.iterator)
+        own_address = shared_address(received.iterator) + rank * (self.num_owned * 16)
+        barrier = shared_address(has_sums)
+        cute.arch.cluster_wait()
+        for i in cutlass.range_constexpr(-(-num_groups // self.num_consumers)):
+            group = tid + i * self.num_consumers
+            if group < num_groups:
+                row = group // groups_per_row
+                address = sums_address + (row * self.sum_pitch + group % groups_per_row * 4) * 4
+                values = [word.bitcast(Float32) for word in load_shared_v4(address)]
                 for w in cutlass.range_constexpr(1, v.num_warps):
-                    value += sums[at + w * self.num_rows * self.sum_pitch]
-                # Only this thread reads this place.
-                sums[at] = value
-        cute.arch.cluster_arrive()
-        cute.arch.cluster_wait()
-        sums_address = Int32(sums.iterator.toint())
-        for i in cutlass.range_constexpr(self._outputs_per_thread(v.cluster)):
-            index = (tid + i * self.num_consumers) * v.cluster + rank
-            row = index // v.tile
-            feature = index % v.tile
-            if row < num_rows and first + feature < output.shape[1]:
-                value = Float32(0.0)
-                for peer in cutlass.range_constexpr(v.cluster):
-                    at = sums_address + (row * self.sum_pitch + feature) * 4
-                    value += load_peer_float(at, Int32(peer))
-                self._store(value, output, bias, residual, first_row + row, first + feature)
-        # Peers may still read this block's sums.
-        cute.arch.cluster_arrive()
-        cute.arch.cluster_wait()
+                    words = load_shared_v4(address + w * (self.num_rows * self.sum_pitch * 4))
+                    values = [
+                        value + word.bitcast(Float32)
+                        for value, word in zip(values, words, strict=True)
+                    ]
+                owner = group % v.cluster
+                to = own_address + group // v.cluster * 16
+                # A block sends to itself as well, by way of its barrier: one path for all.
+                send_v4(
+                    peer_address(to, owner),
+                    [value.bitcast(Int32) for value in values],
+                    peer_address(barrier, owner),
+                )
+        cute.arch.mbarrier_wait(has_sums, 0)
+        for i in cutlass.range_constexpr(-(-self.num_owned * 4 // self.num_consumers)):
+            index = tid + i * self.num_consumers
+            if index < self.num_owned * 4:
+                group = index // 4 * v.cluster + rank
+                row = group // groups_per_row
+                feature = group % groups_per_row * 4 + index % 4
+                if row < num_rows and first + feature < output.shape[1]:
+                    value = received[index]
+                    for peer in cutlass.range_constexpr(1, v.cluster):
+                        value += received[peer * (self.num_owned * 4) + index]
+                    self._store(value, output, bias, residual, first_row + row, first + feature)
 
     @cute.jit
     def _store(self, value, output, bias, residual, row, feature) -> None:

@@ -34,6 +34,7 @@ CONFIGS = [
     StreamConfig(40, 1024, 8, 2),
     StreamConfig(16, 512, 8, 2, cluster=2),
     StreamConfig(32, 256, 8, 4, cluster=4),
+    StreamConfig(40, 512, 8, 4, cluster=2),
     StreamConfig(16, 512, 8, 2, blocks_per_processor=2),
     StreamConfig(96, 256, 8, 3),
 ]
@@ -154,8 +155,9 @@ def check_compiles(config, arch, K, M, folder, options=()):
     # does not wait for them.
     assert compiled.ptx.index("cp.async.bulk") < compiled.ptx.index("griddepcontrol.wait")
     # Loads of a stage end before the stage is given back.
-    release = compiled.ptx.rindex("mbarrier.arrive")
-    assert compiled.ptx.rindex("ld.shared.v4") < compiled.ptx.rindex("fence.proxy.async") < release
+    last_load = compiled.ptx.rindex("ld.shared.v4", 0, compiled.ptx.rindex("mma.sync"))
+    release = compiled.ptx.index("mbarrier.arrive", last_load)
+    assert last_load < compiled.ptx.rindex("fence.proxy.async") < release
     wait, let_in = "griddepcontrol.wait", "griddepcontrol.launch_dependents"
     assert compiled.ptx.index(wait) < compiled.ptx.index(let_in)
 
