@@ -169,6 +169,85 @@ def test_nothing_in_the_loop_waits(
     assert len(calls) > 3
 
 
+# Calls of the CUDA runtime that wait for the device, but for the event behind the results.
+WAITS = ("StreamSynchronize", "DeviceSynchronize", "StreamWaitValue", "cudaMemcpy", "cudaFree")
+
+
+@pytest.mark.parametrize("case", ["greedy", "sampling"])
+def test_a_profiler_sees_no_wait_in_the_loop(models: Any, case: str) -> None:
+    """From the first replay to the last: launches, asynchronous copies, events."""
+    from torch.profiler import ProfilerActivity, profile
+
+    ids, mask = padded([prompt_of(12), prompt_of(5, 1)], "left")
+    fields = {"attention_mask": mask, "cuda_graph": True} | CASES[case]
+    generate(models[1], ids, **fields)
+    with profile(activities=[ProfilerActivity.CPU, ProfilerActivity.CUDA]) as profiler:
+        generate(models[1], ids, **fields)
+    calls = sorted(
+        (event.time_range.start, event.name)
+        for event in profiler.events()
+        if event.name.startswith("cuda")
+    )
+    replays = [i for i, (_, name) in enumerate(calls) if name == "cudaGraphLaunch"]
+    assert len(replays) > 3
+    names = [name for _, name in calls[replays[0] : replays[-1] + 1]]
+    assert "cudaEventSynchronize" in names
+    waits = [n for n in names if any(w in n for w in WAITS) and n != "cudaMemcpyAsync"]
+    assert not waits
+    # The next replay is launched before the results of the one before are read.
+    first = names[: names.index("cudaEventSynchronize")]
+    assert first.count("cudaGraphLaunch") >= 1
+
+
+def test_batches_are_brought_to_a_size_and_share_its_graph(models: Any, loops: list[Any]) -> None:
+    rows = [prompt_of(4 + 3 * b, b) for b in range(6)]
+    for count in (5, 6, 5):
+        ids, mask = padded(rows[:count], "left")
+        got = generate(models[1], ids, attention_mask=mask, cuda_graph=True)
+        expected = generate(models[0], ids, attention_mask=mask)
+        assert torch.equal(got.sequences.cpu(), expected.sequences)
+        assert got.accept_lengths.shape[1] == count
+    graphed = [loop.graphed for loop in loops if loop.graphed is not None]
+    assert len({id(g) for g in graphed}) == 1 and graphed[0].num_captures == 1
+
+
+def test_graphs_of_several_batch_sizes_are_kept(models: Any, loops: list[Any]) -> None:
+    """The largest came first, so the others found room in its memory."""
+    model, mtp = on_gpu(models[0][0])
+    texts: dict[int, torch.Tensor] = {}
+    for count in (4, 1, 2, 4, 2, 1):
+        ids = torch.cat([prompt_of(9, b) for b in range(count)])
+        text = generate((model, mtp), ids, cuda_graph=True).sequences
+        assert torch.equal(text, texts.setdefault(count, text))
+    graphed = {id(loop.graphed): loop.graphed for loop in loops}
+    assert len(graphed) == 3 and all(g.num_captures == 1 for g in graphed.values())
+
+
+def test_what_is_in_the_padding_changes_nothing(
+    models: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """NaN in the cache of the rows that are nobody's, before each of a thousand iterations."""
+    ids, mask = padded([prompt_of(4 + 3 * b, b) for b in range(5)], "left")
+    fields = {"attention_mask": mask, "cuda_graph": True, "max_new_tokens": 1100}
+    expected = generate(models[1], ids, **fields)
+    iterate, calls = DecodingLoop._iterate, []
+
+    def poison(loop: DecodingLoop) -> None:
+        if not calls:
+            table = loop.cache.block_table[5:].flatten().long()
+        else:
+            table = calls[0]
+        for pages in loop.cache._pages():
+            pages.index_fill_(0, table, torch.nan)
+        calls.append(table)
+        iterate(loop)
+
+    monkeypatch.setattr(DecodingLoop, "_iterate", poison)
+    got = generate(models[1], ids, **fields)
+    assert len(calls) > 900
+    assert torch.equal(got.sequences, expected.sequences)
+
+
 def test_results_are_read_while_the_next_iteration_is_on_its_way(
     models: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
