@@ -16,6 +16,7 @@ from typing import Any
 
 import torch
 
+from glm_compile.generation.draft_length import draft_lengths
 from glm_compile.generation.iteration import Iteration
 from glm_compile.generation.loop import DecodingLoop, needed_cache_len
 from glm_compile.generation.output import GenerationOutput, assemble
@@ -61,6 +62,7 @@ def generate(
     overlap: bool = True,
     cuda_graph: bool | None = None,
     index_share: bool | None = None,
+    adaptive_draft_length: bool = False,
     **generate_kwargs: Any,
 ) -> torch.Tensor | GenerationOutput:
     """Decode with the model's own MTP layer as the draft; the result is what the model alone would
@@ -109,6 +111,15 @@ def generate(
             is an UnsupportedError that names it. None: no graph in this version.
         index_share: whether draft steps reuse the selection of the last accepted row and write
             nothing; None: as `index_share_for_mtp_iteration` of the config.
+        adaptive_draft_length: whether a block may have fewer drafts than `num_draft_tokens`: the
+            host follows how many were accepted, up to the last iteration but one, and chooses among
+            all of them, half of them and 1 what adds the most tokens for its time (of which a draft
+            is taken to cost a tenth of an iteration). Greedy text does not change; sampled text
+            follows the same distribution, but a seed gives other tokens. It pays where drafts of
+            one text are accepted much more often than those of another. Each length has compiled
+            steps, each pair of lengths in turn a CUDA graph of its own. transformers' schedules,
+            `num_assistant_tokens_schedule` and `assistant_confidence_threshold`, are for its own
+            assistants and not looked at.
         generate_kwargs: any field of GenerationConfig; also `tokenizer` for `stop_strings`,
             `prefix_allowed_tokens_fn`.
 
@@ -146,6 +157,7 @@ def generate(
         "compiler": compiler,
         "is_overlapped": bool(overlap),
         "cuda_graph": cuda_graph,
+        "adapts_draft_length": bool(adaptive_draft_length),
     }
     if _is_prepared(generation_config):
         dropped = _arguments_that_transformers_dropped(sys._getframe(1))
@@ -244,6 +256,7 @@ def warmup(
     num_draft_tokens: int = DEFAULT_NUM_DRAFT_TOKENS,
     *,
     max_cache_len: int | None = None,
+    adaptive_draft_length: bool = False,
 ) -> dict[int, float]:
     """Compile ahead what `generate` will run, with progress on the terminal.
 
@@ -258,6 +271,7 @@ def warmup(
         num_draft_tokens: as `generate` will get it.
         max_cache_len: tokens that a sequence may reach, prompt and drafts included; graphs are
             made per capacity, in powers of two.
+        adaptive_draft_length: as `generate` will get it: shorter blocks are compiled too.
 
     Returns:
         Seconds that each batch size took.
@@ -268,6 +282,9 @@ def warmup(
 
     check_model(model)
     num_drafts = num_draft_tokens if mtp is not None else 0
+    lengths = draft_lengths(num_drafts) if adaptive_draft_length and num_drafts else (num_drafts,)
+    # Each further length has a verify and an extend step of its own.
+    total = num_graphs(num_drafts) + 2 * (len(lengths) - 1)
     plain_model, compiler = unwrap_compiled(model)
     device = plain_model.model.embed_tokens.weight.device
     seconds: dict[int, float] = {}
@@ -280,12 +297,10 @@ def warmup(
     with Progress(*columns, disable=compiler is None) as progress:
         # The largest first: the others find room in its cache, and its graphs stay.
         for batch_size in sorted(batch_sizes, reverse=True):
-            task = progress.add_task(
-                f"compiling for batch size {batch_size}", total=num_graphs(num_drafts)
-            )
+            task = progress.add_task(f"compiling for batch size {batch_size}", total=total)
             start = time.perf_counter()
             prompt = torch.ones(batch_size, 3, dtype=torch.long, device=device)
-            for count in dict.fromkeys((num_drafts, 0)):
+            for count in dict.fromkeys((*lengths, 0)):
                 with listening(lambda _report, task=task: progress.advance(task)):  # type: ignore[misc]
                     generate(
                         model,
@@ -349,6 +364,7 @@ def _decode(
     compiler: Any,
     is_overlapped: bool,
     cuda_graph: bool | None,
+    adapts_draft_length: bool,
 ) -> torch.Tensor | GenerationOutput:
     """Validate what transformers prepared, decode, and put the output together."""
     check_model_kwargs(model_kwargs, attention_mask)
@@ -366,6 +382,7 @@ def _decode(
         returns_dict=returns_dict,
         vocab_size=model.config.vocab_size,
         min_prompt_width=steps.min_prompt_width,
+        adapts_draft_length=adapts_draft_length,
     )
     num_sequences = request.batch_size
     if compiler is not None:

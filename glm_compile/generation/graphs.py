@@ -31,7 +31,7 @@ MAX_GRAPHS = 32
 
 
 class GraphedIteration:
-    """An iteration that is captured when it has run once.
+    """An iteration that is captured when it has run once; one graph for each pair of draft lengths.
 
     Args:
         keeps_block: whether scores and logits are asked for; they are copied out of the graph.
@@ -44,43 +44,49 @@ class GraphedIteration:
         self._pool = pool
         self._device = iteration.cache.lengths.device
         self._stream = torch.cuda.Stream(device=self._device)
-        self._graph: torch.cuda.CUDAGraph | None = None
+        # By (drafts to verify, drafts to propose); None for what has run once.
+        self._graphs: dict[Any, tuple[torch.cuda.CUDAGraph, Block | None] | None] = {}
         self._addresses: tuple[int, ...] | None = None
-        self._block: Block | None = None
 
     def check_addresses(self) -> None:
         """Forget the graph if a weight or a page of the cache is not where it was."""
         addresses = addresses_of(self.iteration)
         if addresses != self._addresses:
-            self._graph, self._block, self._addresses = None, None, None
+            self._graphs.clear()
+            self._addresses = None
 
-    def run(self) -> Block | None:
+    def run(self, num_verified: int | None = None, num_proposed: int | None = None) -> Block | None:
         """Launch one iteration on the current stream; scores and logits if they are kept."""
+        lengths = num_verified, num_proposed
         with torch.cuda.device(self._device):
-            if self._addresses is None:
-                return self._warm_up()
-            if self._graph is None:
-                self._capture()
-            assert self._graph is not None
-            self._graph.replay()
+            if lengths not in self._graphs:
+                return self._warm_up(lengths)
+            captured = self._graphs[lengths]
+            if captured is None:
+                captured = self._graphs[lengths] = self._capture(lengths)
+            graph, block = captured
+            graph.replay()
             # The replay advances the lengths unseen.
             note_held(self.iteration.cache.lengths, None)
-            if self._block is None:
+            if block is None:
                 return None
-            return Block(self._block.scores_BSV.clone(), self._block.logits_BSV.clone())
+            return Block(block.scores_BSV.clone(), block.logits_BSV.clone())
 
-    def _warm_up(self) -> Block:
+    def _warm_up(self, lengths: tuple[int | None, int | None]) -> Block:
         current = torch.cuda.current_stream()
         self._stream.wait_stream(current)
         with torch.cuda.stream(self._stream):
-            block = self.iteration.run()
+            block = self.iteration.run(None, *lengths)
         current.wait_stream(self._stream)
         for tensor in (block.scores_BSV, block.logits_BSV):
             tensor.record_stream(current)
         self._addresses = addresses_of(self.iteration)
+        self._graphs[lengths] = None
         return block
 
-    def _capture(self) -> None:
+    def _capture(
+        self, lengths: tuple[int | None, int | None]
+    ) -> tuple[torch.cuda.CUDAGraph, Block | None]:
         graph = torch.cuda.CUDAGraph()
         current = torch.cuda.current_stream()
         generator = torch.cuda.default_generators[torch.cuda.current_device()]
@@ -93,7 +99,7 @@ class GraphedIteration:
                 stream=self._stream,
                 capture_error_mode="thread_local",
             ):
-                block = self.iteration.run()
+                block = self.iteration.run(None, *lengths)
         except BaseException as error:
             # A capture that breaks off leaves its stream, a generator that takes itself for
             # captured and refuses to draw, and an allocator that still serves the pool.
@@ -103,9 +109,8 @@ class GraphedIteration:
             if not isinstance(error, Exception):
                 raise
             raise UnsupportedError(_explain(error)) from error
-        self._block = block if self.keeps_block else None
-        self._graph = graph
         self.num_captures += 1
+        return graph, block if self.keeps_block else None
 
     def _leave_pool(self) -> None:
         end = getattr(torch._C, "_cuda_endAllocateToPool", None)

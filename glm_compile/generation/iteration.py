@@ -30,6 +30,7 @@ from glm_compile.generation.sampling import draw, has_weight, probabilities
 from glm_compile.generation.state import DecodingState
 from glm_compile.ops.accept_block import accept_block
 from glm_compile.ops.rejection_sampling import Purpose, draw_token, rejection_sample
+from glm_compile.ops.row_argmax import row_argmax
 
 if TYPE_CHECKING:
     from glm_compile.generation.steps import MtpSteps, TargetSteps
@@ -97,17 +98,27 @@ class Iteration:
             assert isinstance(request.processor, DeviceProcessors)
             self.processor.take(request.processor)
 
-    def run(self, view: HostView | None = None) -> Block:
-        """All of it."""
-        block = self.verify(view)
-        self.propose(view)
+    def run(
+        self,
+        view: HostView | None = None,
+        num_verified: int | None = None,
+        num_proposed: int | None = None,
+    ) -> Block:
+        """All of it.
+
+        Args:
+            num_verified: drafts in the relay; None: all that it has room for.
+            num_proposed: drafts to put there for the next iteration.
+        """
+        block = self.verify(view, num_verified)
+        self.propose(view, num_verified, num_proposed)
         return block
 
-    def verify(self, view: HostView | None = None) -> Block:
+    def verify(self, view: HostView | None = None, num_verified: int | None = None) -> Block:
         """Run the model on the block, accept, append, and put the results where they are read."""
-        state = self.state
-        self._hidden_BSC, logits_BSV = self.target.verify(state.block_BS, self.cache)
-        return self.accept(logits_BSV, state.block_BS[:, 1:], view)
+        block_BS = self._columns(self.state.block_BS, num_verified)
+        self._hidden_BSC, logits_BSV = self.target.verify(block_BS, self.cache)
+        return self.accept(logits_BSV, block_BS[:, 1:], view)
 
     def accept(
         self, logits_BSV: torch.Tensor, drafts_Bk: torch.Tensor, view: HostView | None = None
@@ -119,7 +130,7 @@ class Iteration:
         if self.do_sample:
             tokens_BS, num_tokens_B, has_weight_B = self._draw(probabilities(scores_BSV), drafts_Bk)
         else:
-            tokens_BS = scores_BSV.argmax(dim=-1)
+            tokens_BS = row_argmax(scores_BSV)
         rules = self.processor if isinstance(self.processor, DeviceProcessors) else None
         # Before the counts move on; without rules nobody asks for it.
         starts_B = state.prompt_width + state.counts_B if rules and rules.rules else None
@@ -144,7 +155,12 @@ class Iteration:
             rules.note(tokens_BS, state.kept_B, starts_B)
         return Block(scores_BSV, logits_BSV)
 
-    def propose(self, view: HostView | None = None) -> None:
+    def propose(
+        self,
+        view: HostView | None = None,
+        num_verified: int | None = None,
+        num_proposed: int | None = None,
+    ) -> None:
         """Advance by what was kept, and draft behind it."""
         state = self.state
         if self.mtp is None:
@@ -152,10 +168,11 @@ class Iteration:
             state.block_BS[:, 0].copy_(state.bonus_B)
             return
         assert self._hidden_BSC is not None
-        row = self.mtp.extend(state.tokens_BS, self._hidden_BSC, state.row_B, self.cache)
+        tokens_BS = self._columns(state.tokens_BS, num_verified)
+        row = self.mtp.extend(tokens_BS, self._hidden_BSC, state.row_B, self.cache)
         self._hidden_BSC = None
         self.cache.advance(state.kept_B)
-        self.draft(state.bonus_B, view, *row)
+        self.draft(state.bonus_B, view, *row, num_proposed=num_proposed)
 
     def draft(
         self,
@@ -164,29 +181,32 @@ class Iteration:
         hidden_B1C: torch.Tensor,
         logits_B1V: torch.Tensor,
         *seed: torch.Tensor,
+        num_proposed: int | None = None,
     ) -> None:
-        """Propose k tokens behind the bonus token; the first comes from draft-extend's logits.
+        """Propose tokens behind the bonus token; the first comes from draft-extend's logits.
 
         Args:
             seed: latents [B,K,X] and which count [B,K], for steps with a shared index.
+            num_proposed: how many; None: k.
         """
         assert self.mtp is not None
         state = self.state
         held_B = None if self.is_index_shared else self.cache.lengths.clone()
+        num_proposed = self.num_drafts if num_proposed is None else num_proposed
         drafts, probs = [], []
-        for step in range(self.num_drafts):
+        for step in range(num_proposed):
             scores_B1V = self._process(logits_B1V, view, step)
             if self.do_sample:
                 probs_B1V = probabilities(scores_B1V)
                 probs.append(probs_B1V)
                 draft_B1 = self._draw_draft(probs_B1V, step)
             else:
-                draft_B1 = scores_B1V.argmax(dim=-1)
+                draft_B1 = row_argmax(scores_B1V)
             drafts.append(draft_B1)
             if self.processor.needs_text:
                 ends_B1 = (state.prompt_width + state.counts_B + step)[:, None]
                 state.text_BW.scatter_(1, ends_B1, draft_B1)
-            if step == self.num_drafts - 1:
+            if step == num_proposed - 1:
                 break
             if self.is_index_shared:
                 hidden_B1C, logits_B1V = self.mtp.draft(
@@ -199,9 +219,18 @@ class Iteration:
                 self.cache.advance(1)
         if held_B is not None:
             self.cache.set_lengths(held_B)
-        torch.cat([bonus_B[:, None], *drafts], dim=1, out=state.block_BS)
+        relay = [bonus_B[:, None], *drafts]
+        if num_proposed == self.num_drafts:
+            torch.cat(relay, dim=1, out=state.block_BS)
+        else:
+            state.block_BS[:, : 1 + num_proposed].copy_(torch.cat(relay, dim=1))
         if state.draft_probs_BkV is not None:
-            state.draft_probs_BkV.copy_(torch.cat(probs, dim=1))
+            state.draft_probs_BkV[:, :num_proposed].copy_(torch.cat(probs, dim=1))
+
+    @staticmethod
+    def _columns(values_BS: torch.Tensor, num_drafts: int | None) -> torch.Tensor:
+        """The columns of a block with that many drafts, contiguous."""
+        return values_BS if num_drafts is None else values_BS[:, : 1 + num_drafts].contiguous()
 
     def _draw(
         self, probs_BSV: torch.Tensor, drafts_Bk: torch.Tensor

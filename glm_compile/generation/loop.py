@@ -12,6 +12,9 @@ All three give the same result. What is in flight when the last sequence ends is
 every row finished and changed nothing. A row that the caller's criterion ends is still going on in
 the iteration in flight; what that one added to it is dropped and its length set back.
 
+With an adaptive draft length the host chooses, by results that it has read, how many drafts the
+next block gets.
+
 B batch, S = 1 + k rows of a block, W width of the text buffer.
 """
 
@@ -24,6 +27,7 @@ from itertools import zip_longest
 
 import torch
 
+from glm_compile.generation.draft_length import AdaptiveDraftLength
 from glm_compile.generation.graphs import GraphedIteration
 from glm_compile.generation.iteration import Block, HostView, Iteration
 from glm_compile.generation.output import ScoreRecord
@@ -120,6 +124,15 @@ class DecodingLoop:
         device = self.state.counts_B.device
         self._generator = _default_generator(device) if draws_as_transformers else None
         self._prefilled_at = 0.0
+        self.draft_length: AdaptiveDraftLength | None = None
+        if request.adapts_draft_length and request.num_drafts > 1:
+            self.draft_length = AdaptiveDraftLength(request.num_drafts)
+        # Drafts in the relay, and of each iteration so far; how many of these have been learnt
+        # from; tokens that each added to the rows that went on behind it.
+        self._num_relayed = request.num_drafts
+        self._num_verified: list[int] = []
+        self._num_learnt = 0
+        self._still_going: list[list[int]] = []
 
     @property
     def text_BW(self) -> torch.Tensor:
@@ -159,17 +172,22 @@ class DecodingLoop:
     def _iterate(self) -> None:
         """Launch an iteration, unless none can be needed, and read what is due."""
         if self.in_halves:
-            self._launch(self.iteration.verify(self._view()), self._random_state())
+            lengths = self._next_lengths()
+            self._launch(self.iteration.verify(self._view(), lengths[0]), self._random_state())
             self._settle()
             if all(self.finished):
                 self.cache.advance(self.state.kept_B)
             else:
-                self.iteration.propose(self._view())
+                self.iteration.propose(self._view(), *lengths)
             return
         if self._may_go_on():
             random_state = self._random_state()
-            run = self.iteration.run if self.graphed is None else self.graphed.run
-            self._launch(run(), random_state)
+            lengths = self._next_lengths()
+            if self.graphed is None:
+                block: Block | None = self.iteration.run(None, *lengths)
+            else:
+                block = self.graphed.run(*lengths)
+            self._launch(block, random_state)
         # The first in flight is the iteration before, or with nothing behind it the last one.
         self._settle()
 
@@ -188,6 +206,23 @@ class DecodingLoop:
             not finished and count + least < budget
             for finished, count in zip(self.finished, self.counts)
         )
+
+    def _next_lengths(self) -> tuple[int | None, int | None]:
+        """Drafts to verify and to propose in the iteration to be launched.
+
+        What is chosen depends on the results up to the last iteration but one, also where the last
+        one has been read: so the text does not depend on the host's lead.
+        """
+        if self.draft_length is None:
+            return None, None
+        while self._num_learnt < len(self._num_verified) - 1:
+            kept = self._still_going[self._num_learnt]
+            self.draft_length.learn(self._num_verified[self._num_learnt], kept)
+            self._num_learnt += 1
+        lengths = self._num_relayed, self.draft_length.length
+        self._num_verified.append(self._num_relayed)
+        self._num_relayed = self.draft_length.length
+        return lengths
 
     def _view(self) -> HostView | None:
         if not self.in_halves:
@@ -223,6 +258,7 @@ class DecodingLoop:
                 self._end_rows(stopped, kept)
         if not launched.is_prompt:
             self.accept_lengths.append(kept)
+            self._still_going.append([n for n, over in zip(kept, finished) if not over])
         request.processor.check_kept(kept)
         if wrong := [b for b, ok in enumerate(is_drawn) if not ok]:
             raise RuntimeError(

@@ -47,6 +47,7 @@ class Request:
         min_cache_len: a capacity that the caller asked for.
         keeps_scores, keeps_logits: whether the output carries them.
         returns_dict: GenerationOutput instead of the ids alone.
+        adapts_draft_length: whether blocks may have fewer drafts than `num_drafts`.
         num_padding: rows at the end of the batch that are nobody's.
     """
 
@@ -65,6 +66,7 @@ class Request:
     keeps_scores: bool
     keeps_logits: bool
     returns_dict: bool
+    adapts_draft_length: bool = False
     num_padding: int = 0
 
     @property
@@ -421,6 +423,7 @@ def build_request(
     returns_dict: bool,
     vocab_size: int,
     min_prompt_width: int = 1,
+    adapts_draft_length: bool = False,
 ) -> Request:
     """Put a request together from what transformers' `generate` prepared.
 
@@ -488,6 +491,7 @@ def build_request(
         keeps_scores=returns_dict and bool(config.output_scores),
         keeps_logits=returns_dict and bool(config.output_logits),
         returns_dict=returns_dict,
+        adapts_draft_length=adapts_draft_length,
     )
 
 

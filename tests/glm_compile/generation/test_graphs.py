@@ -38,26 +38,29 @@ class FakeGraph:
     capturing: FakeGraph | None = None
 
     def __init__(self) -> None:
-        self.captured: list[Iteration] = []
+        self.captured: list[tuple[Iteration, tuple[Any, ...], dict[str, torch.Tensor]]] = []
 
     def replay(self) -> None:
-        for iteration in self.captured:
-            block = run_iteration(iteration)
-            for name, buffer in iteration.fake_outputs.items():  # type: ignore[attr-defined]
+        for iteration, lengths, outputs in self.captured:
+            block = run_iteration(iteration, None, *lengths)
+            for name, buffer in outputs.items():
                 buffer.copy_(getattr(block, name))
 
 
 run_iteration = Iteration.run
 
 
-def run_or_capture(iteration: Any, view: Any = None) -> Block:
+def run_or_capture(iteration: Any, view: Any = None, *lengths: Any) -> Block:
     if FakeGraph.capturing is None:
-        return run_iteration(iteration, view)
-    FakeGraph.capturing.captured.append(iteration)
+        return run_iteration(iteration, view, *lengths)
     state = iteration.state
-    shape = (*state.block_BS.shape, iteration.target.model.config.vocab_size)
-    iteration.fake_outputs = {n: torch.zeros(shape) for n in ("scores_BSV", "logits_BSV")}
-    return Block(**iteration.fake_outputs)
+    batch_size, width = state.block_BS.shape
+    if lengths and lengths[0] is not None:
+        width = 1 + lengths[0]
+    shape = (batch_size, width, iteration.target.model.config.vocab_size)
+    outputs = {n: torch.zeros(shape) for n in ("scores_BSV", "logits_BSV")}
+    FakeGraph.capturing.captured.append((iteration, lengths, outputs))
+    return Block(**outputs)
 
 
 @contextmanager
@@ -305,3 +308,19 @@ def test_kept_graphs_are_few(
     kept = list(steps.graphs._graphs.values())
     assert len(kept) == 8 and all(isinstance(g, GraphedIteration) for g in kept)
     assert kept[-1] is loops[-1].graphed
+
+
+def test_each_pair_of_draft_lengths_is_captured(
+    model: Any, steps: Any, loops: list[Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Random drafts are hardly accepted: from five to one, and never back."""
+    mtp = random_mtp(model)
+    for num_captures in (2, 3):
+        result = run(
+            model, pair(), mtp, num_draft_tokens=5, max_new_tokens=40, adaptive_draft_length=True
+        )
+        assert_plain(result, model, pair(), 40)
+        assert loops[-1].graphed is loops[0].graphed
+        assert captures(loops[-1]) >= num_captures
+    lengths = list(loops[0].graphed._graphs)  # type: ignore[union-attr]
+    assert set(lengths) >= {(5, 5), (1, 1)}

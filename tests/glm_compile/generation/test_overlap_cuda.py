@@ -110,6 +110,13 @@ CASES: dict[str, dict[str, Any]] = {
     "plain sampling": {"num_draft_tokens": 0, "do_sample": True},
     "scores": {"output_scores": True, "output_logits": True},
     "indexer in every draft step": {"index_share": False},
+    "adaptive draft length": {"adaptive_draft_length": True, "max_new_tokens": 40},
+    "sampling with an adaptive draft length": {
+        "adaptive_draft_length": True,
+        "max_new_tokens": 40,
+        "do_sample": True,
+        "temperature": 2.0,
+    },
 }
 
 
@@ -137,7 +144,7 @@ def test_all_modes_give_the_same(models: Any, loops: list[Any], case: str) -> No
             if getattr(results[0], name) is not None:
                 ours, theirs = getattr(result, name), getattr(results[0], name)
                 torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-4)
-    if case in ("greedy", "plain", "processors"):
+    if case in ("greedy", "plain", "processors", "adaptive draft length"):
         expected = generate(models[0], ids, attention_mask=mask, eos_token_id=eos, **CASES[case])
         assert torch.equal(results[0].sequences.cpu(), expected.sequences)
 
