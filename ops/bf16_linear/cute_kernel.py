@@ -568,7 +568,10 @@ def norm_config_for(num_features: int, num_columns: int) -> StreamConfig | None:
 
     None where that is more than their registers can hold.
     """
-    config = replace(stream_config_for(num_features, num_columns), cluster=1)
+    config = stream_config_for(num_features, num_columns)
+    # As many blocks without a cluster.
+    tile = -(-config.tile // (8 * config.cluster)) * 8
+    config = replace(config, cluster=1, tile=tile)
     held_registers = 12 * _steps(num_columns, config) + 8 * -(-config.tile // 16)
     return config if held_registers <= _HELD_REGISTERS + 8 else None
 

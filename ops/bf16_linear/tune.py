@@ -101,10 +101,12 @@ def candidates(num_features: int, num_columns: int) -> Iterator[StreamConfig]:
         yield StreamConfig(16, min(512, stages[0]), 8, 2, blocks_per_processor=2)
         if one_wave <= 24:
             yield StreamConfig(32, min(512, stages[0]), 8, 2)
-    for cluster in (2, 4, 8):
-        tile = whole_waves(132 // cluster)
+    # Not all multiprocessors can be in clusters of four and eight.
+    for cluster, num_clusters in ((2, 66), (4, 30), (8, 14)):
+        tile = whole_waves(num_clusters)
         for stage in (512, 256):
-            if tile <= 32 and num_columns % (stage * cluster) == 0:
+            most = 48 if stage == 512 else 96
+            if tile <= most // (cluster // 2) and num_columns % (stage * cluster) == 0:
                 yield StreamConfig(tile, stage, 8, 4, cluster)
 
 
