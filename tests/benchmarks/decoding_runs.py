@@ -161,12 +161,13 @@ def time_iterations(call: Callable[[], Any], *, is_filled: bool, repeats: int = 
 
 def replay_us(graphed: Any, count: int = 20) -> float | None:
     """Microseconds of a captured iteration, replayed back to back; its rows are finished."""
-    if graphed._graph is None:
+    captured = [entry[0] for entry in graphed._graphs.values() if entry is not None]
+    if not captured:
         return None
     start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
     for event in (start, end):
         for _ in range(count):
-            graphed._graph.replay()
+            captured[-1].replay()
         event.record()
     end.synchronize()
     return start.elapsed_time(end) / count * 1e3
