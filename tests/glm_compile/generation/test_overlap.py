@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 import torch
+from transformers import AutoTokenizer
 
 import glm_compile
 from glm_compile.generation import api
@@ -381,6 +382,22 @@ def test_a_trained_draft_is_accepted_as_often(trained: tuple[Any, Any], do_sampl
         results.append(run(model, ids, mtp, overlap=overlap, **fields))
     assert_same(*results)
     assert results[0].accept_lengths[:-1].float().mean() > 1.3, results[0].accept_lengths
+
+
+def test_a_draft_trained_for_it_loses_nothing_by_a_shared_index(trained: tuple[Any, Any]) -> None:
+    """The text is the same either way; the drafts are accepted as often."""
+    model, mtp = trained
+    examples = Path(__file__).parents[3] / "examples"
+    tokenizer = AutoTokenizer.from_pretrained(examples / "tiny_glm52")
+    text = (examples / "demo_prompt.txt").read_text(encoding="utf-8")
+    ids = tokenizer(text, return_tensors="pt").input_ids
+    shared, own = (
+        run(model, ids, mtp, do_sample=False, max_new_tokens=100, index_share=share)
+        for share in (True, False)
+    )
+    assert torch.equal(shared.sequences, own.sequences)
+    ours, theirs = (r.accept_lengths[:-1].float().mean() for r in (shared, own))
+    assert ours > 3 and ours > 0.95 * theirs
 
 
 # -- CUDA graphs: what can be decided without a device --------------------------------------------
