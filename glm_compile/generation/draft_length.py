@@ -12,11 +12,11 @@ from collections.abc import Sequence
 # Time of one more draft, with its row of the verify step, as a share of an iteration without any.
 DRAFT_COST = 0.1
 # What an iteration before counts, as a share of the one behind it.
-_DECAY = 0.8
+_DECAY = 0.9
 # Before anything is known: so many drafts, accepted at this rate.
 _PRIOR_DRAFTS, _PRIOR_RATE = 4.0, 0.9
 # Another length has to be better by this share: each change runs a graph of its own.
-_HYSTERESIS = 0.03
+_HYSTERESIS = 0.05
 
 
 def draft_lengths(longest: int) -> tuple[int, ...]:

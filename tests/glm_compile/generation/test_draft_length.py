@@ -65,11 +65,11 @@ def test_the_length_follows_what_is_accepted() -> None:
     for _ in range(20):
         chosen.learn(chosen.length, [1 + chosen.length])
         assert chosen.length == 5
-    for _ in range(20):
+    for _ in range(40):
         chosen.learn(chosen.length, [1])
     assert chosen.length == 1 and chosen.rate < 0.2
     seen = []
-    for _ in range(20):
+    for _ in range(30):
         chosen.learn(chosen.length, [1 + chosen.length])
         seen.append(chosen.length)
     assert seen[-1] == 5 and seen == sorted(seen)
@@ -114,8 +114,8 @@ def test_a_block_that_ends_all_sequences_teaches_nothing() -> None:
 
 
 def in_phases(iteration: int, row: int) -> int:
-    """First all drafts are right, then none, then all again."""
-    return 0 if 4 <= iteration < 20 else NUM_DRAFTS
+    """First all drafts are right, then none, at the end all again."""
+    return 0 if 3 <= iteration < 35 else NUM_DRAFTS
 
 
 def decode(model: Any, texts: Any, mtp: Any = None, **kwargs: Any) -> Any:
@@ -135,12 +135,12 @@ def test_greedy_text_is_that_of_a_fixed_length(
     assert torch.equal(fixed.sequences, adaptive.sequences)
     tried = [loop._num_verified for loop in loops]
     assert tried[0] == [] and loops[0].draft_length is None
-    assert tried[1][0] == 5 and min(tried[1]) == 1 and max(tried[1][-3:]) > 1
+    assert tried[1][0] == 5 and min(tried[1]) == 1
     assert set(tried[1]) <= {5, 3, 1}
     # Fewer tokens went through the model for about as many iterations.
     count = adaptive.num_iterations
-    assert sum(1 + k for k in tried[1][:count]) < 0.85 * 6 * fixed.num_iterations
-    assert count <= 1.35 * fixed.num_iterations
+    assert sum(1 + k for k in tried[1][:count]) < 0.75 * 6 * fixed.num_iterations
+    assert count <= 1.2 * fixed.num_iterations
 
 
 CASES: dict[str, dict[str, Any]] = {
