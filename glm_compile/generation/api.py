@@ -103,7 +103,9 @@ def generate(
             look at the text (a repetition penalty, n-grams, bad words) included. Only a logits
             processor of the caller's own class, a `prefix_allowed_tokens_fn` or a
             `watermarking_config` runs on the host in the middle of every iteration: such a call
-            waits, whatever is said here. On the CPU nothing runs beside the host; one iteration may
+            waits, whatever is said here; so does sampling without drafts with a streamer or a
+            criterion of the caller's own class, which might draw a number between two tokens. On
+            the CPU nothing runs beside the host; one iteration may
             be computed in vain.
         cuda_graph: True captures the iteration in a CUDA graph, in the first call of its kind, and
             replays it; that needs a CUDA device and no processor on the host (else a ValueError

@@ -85,6 +85,12 @@ def needed_cache_len(request: Request) -> int:
     return max(needed, request.prompt.ids_BP.shape[1], request.min_cache_len)
 
 
+def calls_the_caller(request: Request) -> bool:
+    """Whether code of the caller's own runs between two tokens."""
+    callbacks = [*request.stop.criteria, *([] if request.streamer is None else [request.streamer])]
+    return any(not type(c).__module__.startswith("transformers.generation.") for c in callbacks)
+
+
 class DecodingLoop:
     """The host's side of one `generate` call.
 
@@ -109,7 +115,11 @@ class DecodingLoop:
         self.state = iteration.state
         iteration.load(request)
         self.in_halves = request.processor.needs_host
-        self.is_overlapped = is_overlapped and not self.in_halves
+        # Plain sampling draws what transformers draws, so it leaves its generator as it does; and
+        # the caller may draw between two tokens.
+        draws_as_transformers = request.do_sample and self.state.row_keys_B is None
+        waits = self.in_halves or (draws_as_transformers and calls_the_caller(request))
+        self.is_overlapped = is_overlapped and not waits
         self.ring = ResultRing(self.state.result_BR)
         self.in_flight: deque[Launched] = deque()
         batch_size = request.batch_size
@@ -119,8 +129,6 @@ class DecodingLoop:
         self.accept_lengths: list[list[int]] = []
         self.scores = ScoreRecord(batch_size) if request.keeps_scores else None
         self.logits = ScoreRecord(batch_size) if request.keeps_logits else None
-        # Plain sampling draws what transformers draws, so it leaves its generator as it does.
-        draws_as_transformers = request.do_sample and self.state.row_keys_B is None
         device = self.state.counts_B.device
         self._generator = _default_generator(device) if draws_as_transformers else None
         self._prefilled_at = 0.0

@@ -353,6 +353,42 @@ def test_an_interrupt_leaves_the_generator_as_transformers_does(model: Any, over
     assert torch.equal(*states)
 
 
+class Drawing:
+    """A streamer and a criterion in one that draw random numbers."""
+
+    def __call__(self, ids: torch.Tensor, scores: Any, **kwargs: Any) -> bool:
+        torch.rand(3)
+        return False
+
+    put = end = lambda self, *args: torch.rand(2)
+
+
+@pytest.mark.parametrize("place", ["streamer", "stopping_criteria"])
+def test_a_callback_that_draws(model: Any, loops: list[Any], place: str) -> None:
+    """Without drafts it draws in between, as in transformers; with drafts it changes nothing."""
+    ids, mtp = prompt_of(12), random_mtp(model)
+    fields = {"do_sample": True, "max_new_tokens": NEW, "attention_mask": torch.ones_like(ids)}
+    fields |= {"eos_token_id": None, "pad_token_id": 0}
+
+    def text_of(generate: Any, has_callback: bool, **extra: Any) -> Any:
+        callback: Any = Drawing() if place == "streamer" else [Drawing()]
+        torch.manual_seed(3)
+        return generate(ids, **fields, **extra, **({place: callback} if has_callback else {}))
+
+    ours = functools.partial(glm_compile.generate, model)
+    expected = text_of(model.generate, True)
+    assert not torch.equal(expected, text_of(model.generate, False))
+    for overlap in (False, True):
+        assert torch.equal(text_of(ours, True, overlap=overlap), expected)
+        assert not loops[-1].is_overlapped
+        drafted = [
+            text_of(ours, has, overlap=overlap, mtp=mtp, num_draft_tokens=2)
+            for has in (True, False)
+        ]
+        assert torch.equal(*drafted)
+        assert loops[-1].is_overlapped == overlap
+
+
 def test_a_call_inside_another_one(model: Any) -> None:
     """A streamer that generates: both texts are those of calls by themselves."""
     ids, mtp, inner = prompt_of(12), random_mtp(model), []
