@@ -266,7 +266,8 @@ class DecodingLoop:
                 self._end_rows(stopped, kept)
         if not launched.is_prompt:
             self.accept_lengths.append(kept)
-            self._still_going.append([n for n, over in zip(kept, finished) if not over])
+            if self.draft_length is not None:
+                self._still_going.append([n for n, over in zip(kept, finished) if not over])
         request.processor.check_kept(kept)
         if wrong := [b for b, ok in enumerate(is_drawn) if not ok]:
             raise RuntimeError(
