@@ -65,6 +65,8 @@ class StreamConfig:
         cluster: blocks that share out K; the number of stages is a multiple of it.
         blocks_per_processor: 2 lets the next kernel's blocks fill their rings while this one's
             still multiply.
+        late: the next kernel's blocks are let in once all of this one's weights have been asked
+            for, so that theirs do not delay these; else at once.
     """
 
     tile: int
@@ -73,6 +75,7 @@ class StreamConfig:
     num_loaders: int = 2
     cluster: int = 1
     blocks_per_processor: int = 1
+    late: bool = False
 
     def __post_init__(self) -> None:
         if self.tile % 8 or self.stage_columns % (32 * self.num_warps):

@@ -12,8 +12,8 @@ takes eight adjacent columns of a row, so weights come out of shared memory 16 b
 needs no shared memory: each warp loads the columns that it multiplies, straight into registers.
 
 Under programmatic dependent launch weights are requested before the kernels ahead have ended, x
-after. Dependents are let in only then, so what a kernel reads early was written two launches ahead
-at the latest.
+after. Dependents are let in only then, at once or when all weights have been requested, so what a
+kernel reads early was written two launches ahead at the latest.
 
 Shape legend: M rows, K in features, N out features.
 """
@@ -73,6 +73,7 @@ class Variant:
         row_blocks: of 8 rows of x; 1 or 2.
         is_resident: x stays in registers over all tiles of a block.
         ahead: stages that x is loaded ahead where it is not resident.
+        late: when dependents are let in, see `StreamConfig`.
         has_norm, has_bias, has_residual: which optional arguments are given.
     """
 
@@ -86,6 +87,7 @@ class Variant:
     is_resident: bool
     ahead: int = 2
     num_loaders: int = 1
+    late: bool = False
     has_norm: bool = False
     has_bias: bool = False
     has_residual: bool = False
@@ -235,6 +237,9 @@ class Bf16LinearKernel:
                     slot = Int32(0)
                     phase ^= 1
             tile += stride
+        if cutlass.const_expr(v.late):
+            cute.arch.griddepcontrol_wait()
+            cute.arch.griddepcontrol_launch_dependents()
         if cutlass.const_expr(v.cluster > 1):
             cute.arch.cluster_wait()
 
@@ -269,7 +274,8 @@ class Bf16LinearKernel:
                 for step in range(v.num_steps * self.steps_per_stage)
             ]
         cute.arch.griddepcontrol_wait()
-        cute.arch.griddepcontrol_launch_dependents()
+        if cutlass.const_expr(not v.late):
+            cute.arch.griddepcontrol_launch_dependents()
         x_parts = []
         if cutlass.const_expr(v.is_resident):
             x_parts = [
@@ -550,6 +556,7 @@ def variant_for(num_columns: int, num_rows: int, config: StreamConfig) -> Varian
         row_blocks=row_blocks,
         is_resident=held_registers <= _HELD_REGISTERS,
         num_loaders=config.num_loaders,
+        late=config.late,
     )
     kernel = Bf16LinearKernel(variant)
     left = _SHARED_BYTES // config.blocks_per_processor - 1024 - kernel.other_shared_bytes

@@ -32,7 +32,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
-from glm_compile.ops.bf16_linear.config import FEW_ROWS, StreamConfig
+from glm_compile.ops.bf16_linear.config import FEW_ROWS, StreamConfig, stream_config_for
 from glm_compile.ops.bf16_linear.measured import LIBRARY, MANY_ROWS, MEASURED
 
 # (N, K) of the linears of the release over 1, 2, 4 and 8 devices, merged where passes merge them.
@@ -77,37 +77,46 @@ _READ_BYTES_PER_US = 4.56e6
 
 def candidates(num_features: int, num_columns: int) -> Iterator[StreamConfig]:
     """Splits worth a try on a GPU of 132 multiprocessors."""
+    for config in _splits(num_features, num_columns):
+        yield config
+        num_blocks = math.ceil(num_features / config.tile) * config.cluster
+        if num_blocks <= 132 * config.blocks_per_processor:
+            yield dataclasses.replace(config, late=True)
 
+
+def _splits(num_features: int, num_columns: int) -> Iterator[StreamConfig]:
     def whole_waves(blocks: int) -> int:
         return math.ceil(num_features / blocks / 8) * 8
 
-    stages = [s for s in (1024, 512, 256) if num_columns % s == 0][:2]
+    longest = 1024 if num_columns <= 4096 else 512
+    stages = [s for s in (1024, 512, 256) if s <= longest and num_columns % s == 0][:2]
     one_wave = whole_waves(132)
     for stage in stages:
         loaders = 2 if stage >= 1024 else 4
-        if 16 <= one_wave <= 48:
+        if 16 <= one_wave <= (32 if stage >= 1024 else 48):
             yield StreamConfig(one_wave, stage, 8, loaders)
-        if one_wave > 24:
-            for tile in (16, 24) if stage == 1024 else (24, 32, 40):
-                if tile != one_wave:
+        if one_wave > 24 and stage >= 512:
+            # Every tile reads x again, so wide x asks for tall tiles.
+            for tile in (16, 24) if stage == 1024 else (24, 32, 40, 48):
+                if tile != one_wave and tile <= max(16, one_wave):
                     yield StreamConfig(tile, stage, 8, loaders)
-    if 32 < one_wave <= 48 and num_columns % 512 == 0 and 256 not in stages:
-        yield StreamConfig(one_wave, 256, 8, 4)
     if one_wave > 48 and num_columns >= 4096:
-        # Every tile reads x again, so wide x asks for tall tiles.
         yield StreamConfig(64, 512, 8, 4)
+        yield StreamConfig(64, 256, 8, 4)
         yield StreamConfig(96, 256, 8, 4)
     if num_columns <= 4096:
         yield StreamConfig(16, min(512, stages[0]), 8, 2, blocks_per_processor=2)
-        if one_wave <= 24:
-            yield StreamConfig(32, min(512, stages[0]), 8, 2)
     # Not all multiprocessors can be in clusters of four and eight.
     for cluster, num_clusters in ((2, 66), (4, 30), (8, 14)):
         tile = whole_waves(num_clusters)
         for stage in (512, 256):
-            most = 48 if stage == 512 else 96
-            if tile <= most // (cluster // 2) and num_columns % (stage * cluster) == 0:
+            if num_columns % (stage * cluster):
+                continue
+            if tile <= (48 if stage == 512 else 96) // (cluster // 2):
                 yield StreamConfig(tile, stage, 8, 4, cluster)
+            if 24 < tile <= 40 and cluster == 2 and stage == 512:
+                # Fewer blocks read x, which counts with many rows.
+                yield StreamConfig(48, stage, 8, 4, cluster)
 
 
 def measure(fn: Callable[[torch.Tensor], object], weights: list[torch.Tensor]) -> float:
@@ -183,7 +192,8 @@ def tune(shape: tuple[int, int]) -> Tuned:
     from glm_compile.ops._cute import arch_of
     from glm_compile.ops.bf16_linear.cute_kernel import compiled, variant_for
 
-    splits = list(candidates(*shape))
+    chosen = [stream_config_for(*shape, num_rows) for num_rows in _CHOSEN_BY]
+    splits = list(dict.fromkeys([*candidates(*shape), *chosen]))
     for config in splits:
         for num_rows in _CHOSEN_BY:
             compiled(variant_for(shape[1], num_rows, config), arch_of(torch.device("cuda")))
@@ -320,9 +330,9 @@ def main(arguments: list[str]) -> None:
             sys.stdout.flush()
             if options.json:
                 options.json.write_text(json.dumps(_facts(results), indent=1))
+            if options.write:
+                write(results)
     sys.stdout.write("\n".join([*_summary(results), ""]))
-    if options.write:
-        write(results)
 
 
 if __name__ == "__main__":

@@ -35,7 +35,9 @@ CONFIGS = [
     StreamConfig(16, 512, 8, 2, cluster=2),
     StreamConfig(32, 256, 8, 4, cluster=4),
     StreamConfig(40, 512, 8, 4, cluster=2),
+    StreamConfig(48, 512, 8, 4, cluster=2, late=True),
     StreamConfig(16, 512, 8, 2, blocks_per_processor=2),
+    StreamConfig(24, 512, 8, 2, late=True),
     StreamConfig(96, 256, 8, 3),
 ]
 # (N, K): neither a multiple of a tile nor of a stage; K of 8 columns; one feature; the release's.
