@@ -107,10 +107,13 @@ def generate(
             criterion of the caller's own class, which might draw a number between two tokens. On
             the CPU nothing runs beside the host; one iteration may
             be computed in vain.
-        cuda_graph: True captures the iteration in a CUDA graph, in the first call of its kind, and
-            replays it; that needs a CUDA device and no processor on the host (else a ValueError
-            that names it). A plain model captures anew in each call. Work that cannot be captured
-            is an UnsupportedError that names it. None: no graph in this version.
+        cuda_graph: whether the iteration is captured in a CUDA graph, in the first call of its kind
+            (batch size, draft length, capacity, processors), and replayed. None: where that can be
+            expected, with a compiled model in 16 bits on a CUDA device and no processor that needs
+            the host. True asks for it: a plain model captures anew in each call, and a processor
+            on the host is a ValueError that names it. False does without. The result is the same.
+            Work that cannot be captured is an UnsupportedError that names it. A graph whose weights
+            have moved since is captured anew.
         index_share: whether draft steps reuse the selection of the last accepted row and write
             nothing; None: as `index_share_for_mtp_iteration` of the config.
         adaptive_draft_length: whether a block may have fewer drafts than `num_draft_tokens`: the
@@ -264,7 +267,9 @@ def warmup(
 
     Decodes a few tokens behind a short prompt for each batch size, so that the prompt's, verify's,
     decode's and draft's graphs exist. A later call compiles again only if it needs a larger cache
-    than any before it. CUDA graphs of iterations are captured by the first call that asks for them.
+    than any before it. On a CUDA device the iterations of calls with the model's own generation
+    config are captured as well, with drafts and without; those with other processors are captured
+    by the first call that has them.
 
     Args:
         model: compiled, or plain (then there is nothing to compile, and it runs once).
@@ -314,6 +319,7 @@ def warmup(
                         min_new_tokens=3 + 2 * count,
                         max_cache_len=max_cache_len,
                         do_sample=False,
+                        cuda_graph=False,
                     )
             if CAPTURES_BY_DEFAULT and compiler is not None and device.type == "cuda":
                 for count in dict.fromkeys((num_drafts, 0)):

@@ -21,9 +21,8 @@ from glm_compile.generation.prompt import Prompt, compact_prompt
 from glm_compile.generation.stopping import StopRules
 
 DEFAULT_NUM_DRAFT_TOKENS = 5
-# What cuda_graph=None means for a compiled model in 16 bits. tests/glm_compile/generation/
-# test_overlap_cuda.py has to pass on a device before this is set.
-CAPTURES_BY_DEFAULT = False
+# What cuda_graph=None means for a compiled model in 16 bits on a CUDA device.
+CAPTURES_BY_DEFAULT = True
 # Up to here a call with a smaller budget keeps its drafts: their number is a shape of the graphs.
 UNCLIPPED_DRAFT_TOKENS = 16
 

@@ -81,7 +81,9 @@ def draw(axes: Any, span: Span, row: int, color: str, start: float, end: float) 
     if span.end < start or span.start > end:
         return
     left = max(span.start, start)
-    axes.barh(row, min(span.end, end) - left, left=left - start, height=0.7, color=color)
+    width = min(span.end, end) - left
+    edge = {"edgecolor": "white", "linewidth": 0.5} if width > 0.01 * (end - start) else {}
+    axes.barh(row, width, left=left - start, height=0.7, color=color, **edge)
 
 
 def main() -> None:

@@ -16,7 +16,7 @@ import torch
 
 import glm_compile
 from glm_compile.errors import UnsupportedError
-from glm_compile.generation import api, request
+from glm_compile.generation import api
 from glm_compile.generation.loop import DecodingLoop
 from glm_compile.generation.state import ResultRing
 from tests.glm_compile.generation.drafts import padded, prompt_of, random_mtp, run
@@ -312,11 +312,7 @@ def test_calls_in_turn_share_a_graph(models: Any, loops: list[Any]) -> None:
     assert loops[-1].graphed is not graphed
 
 
-def test_warmup_captures_what_a_call_in_bfloat16_replays(
-    models: Any, loops: list[Any], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(request, "CAPTURES_BY_DEFAULT", True)
-    monkeypatch.setattr(api, "CAPTURES_BY_DEFAULT", True)
+def test_warmup_captures_what_a_call_in_bfloat16_replays(models: Any, loops: list[Any]) -> None:
     model, mtp = on_gpu(tiny_model(models[0][0].config, dtype=torch.bfloat16))
     glm_compile.warmup(model, mtp, num_draft_tokens=3)
     glm_compile.generate(
@@ -365,6 +361,7 @@ def test_two_models_at_once(models: Any) -> None:
 
 
 def test_memory_is_steady(models: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Over ten thousand iterations, in several calls."""
     iterate, seen = DecodingLoop._iterate, []
 
     def note(loop: DecodingLoop) -> None:
@@ -372,9 +369,11 @@ def test_memory_is_steady(models: Any, monkeypatch: pytest.MonkeyPatch) -> None:
         seen.append(torch.cuda.memory_allocated())
 
     monkeypatch.setattr(DecodingLoop, "_iterate", note)
-    for _ in range(3):
-        generate(models[1], prompt_of(12), max_new_tokens=200, cuda_graph=True)
-    first, last = seen[len(seen) // 3 + 5], seen[-3]
+    ids = torch.cat([prompt_of(12, b) for b in range(4)])
+    for _ in range(5):
+        generate(models[1], ids, max_new_tokens=3000, cuda_graph=True)
+    assert len(seen) > 10_000
+    first, last = seen[len(seen) // 5 + 5], seen[-3]
     assert last <= first
 
 
