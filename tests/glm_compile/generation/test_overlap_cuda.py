@@ -159,7 +159,7 @@ def test_nothing_in_the_loop_waits(
 ) -> None:
     """But for reading an event's results. torch raises at every other wait."""
     ids, mask = padded([prompt_of(12), prompt_of(5, 1)], "left")
-    fields = {"attention_mask": mask, "cuda_graph": graph} | CASES[case]
+    fields = {"attention_mask": mask, "cuda_graph": graph, "eos_token_id": 510} | CASES[case]
     generate(models[1], ids, **fields)  # compiles and captures
     iterate, calls = DecodingLoop._iterate, []
 
