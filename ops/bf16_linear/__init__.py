@@ -15,7 +15,7 @@ from glm_compile.ops._cute import why_no_cute
 from glm_compile.ops._library import register_op
 from glm_compile.ops.bf16_linear.config import (
     MAX_STAGES,
-    is_measured,
+    is_for_stream,
     library_wins,
     stream_config_for,
 )
@@ -148,7 +148,7 @@ def _run_triton(*args: Any) -> torch.Tensor:
 _TRITON = _dispatch.Backend("triton", _why_not_triton, _run_triton)
 _REFERENCE = _dispatch.Backend("reference", _dispatch.always, bf16_linear_reference)
 _CUTE = _dispatch.Backend("cute", why_not_cute, _run_cute)
-_MEASURED = (_CUTE, _TRITON, _REFERENCE)
+_STREAM = (_CUTE, _TRITON, _REFERENCE)
 _FEW_ROWS = (_TRITON, _CUTE, _REFERENCE)
 _LIBRARY_FIRST = (_REFERENCE, _CUTE, _TRITON)
 
@@ -170,7 +170,7 @@ def run_bf16_linear(
     if is_for_library and not deterministic:
         backends = _LIBRARY_FIRST
     else:
-        backends = _MEASURED if is_measured(*weight_NK.shape) else _FEW_ROWS
+        backends = _STREAM if is_for_stream(*weight_NK.shape) else _FEW_ROWS
     return _dispatch.run(
         "bf16_linear", backends, backend, x, weight_NK, bias, residual, deterministic
     )

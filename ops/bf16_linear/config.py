@@ -103,6 +103,15 @@ def is_measured(num_features: int, num_columns: int) -> bool:
     return (num_features, num_columns) in MEASURED
 
 
+# Narrower weights are soon read, whatever reads them, and every K is a kernel to be compiled.
+_LEAST_COLUMNS = 512
+
+
+def is_for_stream(num_features: int, num_columns: int) -> bool:
+    """Whether few rows on this weight are for the CuTe kernel: measured weights and wide ones."""
+    return num_columns >= _LEAST_COLUMNS or is_measured(num_features, num_columns)
+
+
 def library_wins(num_features: int, num_columns: int, num_rows: int) -> bool:
     """Whether the library was the faster one for this weight and at most so many rows."""
     bucket = 1 << max(0, num_rows - 1).bit_length()
@@ -110,17 +119,26 @@ def library_wins(num_features: int, num_columns: int, num_rows: int) -> bool:
 
 
 def default_stream(num_features: int, num_columns: int) -> StreamConfig:
-    """One wave of blocks if tiles stay small, else tiles of 16; K shared out if N is small."""
-    stage_columns = next((c for c in (1024, 512, 256) if num_columns % c == 0), 512)
+    """By analogy to what was measured: one wave of blocks, with K shared out where N is small.
+
+    Tiles of a cluster are the taller ones, so that x is read by fewer blocks.
+    """
+    stage_columns = next((c for c in (512, 256) if num_columns % c == 0), 512)
     num_stages = -(-num_columns // stage_columns)
-    cluster = 1
-    while (
-        cluster < 8
-        and num_stages % (cluster * 2) == 0
-        and num_features * cluster * 2 <= 16 * _NUM_PROCESSORS
+    # Not all multiprocessors can be in clusters of four and eight.
+    for cluster, num_clusters, tallest, least_columns in (
+        (8, 14, 16, 2048),
+        (4, 30, 24, 2048),
+        (2, 66, 48, 4096),
     ):
-        cluster *= 2
-    tile = max(16, -(-num_features * cluster // (_NUM_PROCESSORS * 8)) * 8)
-    return StreamConfig(
-        tile=tile if tile <= 32 else 16, stage_columns=stage_columns, cluster=cluster
-    )
+        tile = _tile_of_one_wave(num_features, num_clusters)
+        if tile <= tallest and num_columns >= least_columns and num_stages % cluster == 0:
+            return StreamConfig(tile, stage_columns, num_loaders=4, cluster=cluster)
+    tile = max(16, _tile_of_one_wave(num_features, _NUM_PROCESSORS))
+    if tile > 48:
+        tile = 32 if num_columns > 4096 else 16
+    return StreamConfig(tile, stage_columns, num_loaders=4)
+
+
+def _tile_of_one_wave(num_features: int, num_blocks: int) -> int:
+    return -(-num_features // (num_blocks * 8)) * 8

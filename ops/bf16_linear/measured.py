@@ -1,7 +1,7 @@
 """Measured choices for bf16 linears: `python -m glm_compile.ops.bf16_linear.tune --write`.
 
-The linears of the release over 1, 2, 4 and 8 devices, on one NVIDIA H200, 2026-11-30. The CuTe
-kernel runs for the shapes that are here; for others only where it is forced.
+The linears of the release over 1, 2, 4 and 8 devices, on one NVIDIA H200, 2026-11-30. Other
+weights are split by analogy (`config.default_stream`).
 
 MEASURED: (N, K) -> the fields of `config.StreamConfig`. MANY_ROWS: the same for more than 8 rows,
 where another split is faster then. LIBRARY: (N, K) -> the M (rounded up to a power of two) at which

@@ -18,6 +18,7 @@ from glm_compile.ops.bf16_linear.config import (
     MAX_STAGES,
     StreamConfig,
     default_stream,
+    is_for_stream,
     library_wins,
     stream_config_for,
 )
@@ -90,6 +91,26 @@ def test_default_fits_any_weight():
             config = default_stream(num_features, num_columns)
             assert config.tile % 8 == 0 and splits(config, num_columns)
             assert config.stage_columns % (32 * config.num_warps) == 0
+
+
+def test_weights_that_nobody_measured_stream_unless_they_are_narrow(monkeypatch):
+    import glm_compile.ops.bf16_linear as package
+
+    assert is_for_stream(128, 6144) and is_for_stream(6144, 256)
+    assert not is_for_stream(128, 256)
+    # The weights of the indexer that stand beside q_a: K is shared out, over whole clusters.
+    assert default_stream(32, 6144) == StreamConfig(8, 512, 8, 4, 4)
+    assert default_stream(128, 6144) == StreamConfig(8, 512, 8, 4, 4)
+    assert default_stream(576, 6144) == StreamConfig(24, 512, 8, 4, 4)
+    asked = []
+
+    def run(op, backends, *_arguments):
+        asked.append(backends[0].name)
+
+    monkeypatch.setattr(package._dispatch, "run", run)
+    for num_rows, N, K in ((6, 128, 6144), (6, 128, 256), (17, 128, 6144)):
+        package.run_bf16_linear(torch.zeros(num_rows, K), torch.zeros(N, K), None, None, False, "")
+    assert asked == ["cute", "triton", "reference"]
 
 
 def test_library_is_asked_about_the_next_power_of_two(monkeypatch):
