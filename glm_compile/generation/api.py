@@ -274,9 +274,9 @@ def warmup(
     Args:
         model: compiled, or plain (then there is nothing to compile, and it runs once).
         mtp: the MTP layer, if `generate` will get one.
-        batch_sizes: each has graphs of its own. Calls are brought to 1, 2, 3, 4, 6, 8, 12, 16, 24, 32,
-            48 or 64 sequences by some that are finished from the start, where nobody sees them (see
-            `padding`), so that these sizes are enough.
+        batch_sizes: each has graphs of its own. Calls are brought to 1, 2, 3, 4, 6, 8, 12, 16, 24,
+            32, 48 or 64 sequences by some that are finished from the start, where nobody sees them
+            (see `padding`), so that these sizes are enough.
         num_draft_tokens: as `generate` will get it.
         max_cache_len: tokens that a sequence may reach, prompt and drafts included; graphs are
             made per capacity, in powers of two.
