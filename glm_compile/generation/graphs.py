@@ -26,8 +26,10 @@ from glm_compile.generation.state import needed_width, padded_eos
 if TYPE_CHECKING:
     from glm_compile.generation.steps import MtpSteps, TargetSteps
 
-# Graphs of one model that are kept: of the last kinds of calls.
+# Graphs of one model that are kept: of the last kinds of calls, while their states are not large
+# (drafts that are sampled keep their distributions).
 MAX_GRAPHS = 32
+MAX_STATE_BYTES = 1 << 30
 
 
 class GraphedIteration:
@@ -173,8 +175,12 @@ class GraphStore:
             yield graphed
         finally:
             self._graphs[key] = graphed
-            while len(self._graphs) > MAX_GRAPHS:
+            while len(self._graphs) > 1 and self._holds_too_much():
                 del self._graphs[next(iter(self._graphs))]
+
+    def _holds_too_much(self) -> bool:
+        num_bytes = sum(graph.iteration.state.num_bytes() for graph in self._graphs.values())
+        return len(self._graphs) > MAX_GRAPHS or num_bytes > MAX_STATE_BYTES
 
 
 def addresses_of(iteration: Iteration) -> tuple[int, ...]:

@@ -128,6 +128,10 @@ class DecodingState:
             seed = torch.randint(2**63 - 1, (), device=self.row_keys_B.device)
             self.row_keys_B.copy_(row_keys(seed, request.batch_size))
 
+    def num_bytes(self) -> int:
+        """Bytes of all tensors."""
+        return sum(t.nbytes for t in vars(self).values() if isinstance(t, torch.Tensor))
+
 
 def needed_width(request: Request) -> int:
     """Columns of the text: room for drafts behind the last token, and one for what is not kept."""

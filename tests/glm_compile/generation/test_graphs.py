@@ -324,3 +324,18 @@ def test_each_pair_of_draft_lengths_is_captured(
         assert captures(loops[-1]) >= num_captures
     lengths = list(loops[0].graphed._graphs)  # type: ignore[union-attr]
     assert set(lengths) >= {(5, 5), (1, 1)}
+
+
+def test_states_that_are_kept_are_not_large(
+    model: Any, steps: Any, loops: list[Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run(model, pair(3), max_new_tokens=2, do_sample=True, temperature=0.5)
+    size = loops[-1].state.num_bytes()
+    assert size > loops[-1].state.text_BW.nbytes
+    monkeypatch.setattr(graphs, "MAX_STATE_BYTES", int(2.5 * size))
+    for i in range(4):
+        run(model, pair(3), max_new_tokens=2, do_sample=True, temperature=1 + i / 10)
+    assert len(steps.graphs._graphs) == 2
+    monkeypatch.setattr(graphs, "MAX_STATE_BYTES", 1)
+    run(model, pair(3), max_new_tokens=2)
+    assert [g is loops[-1].graphed for g in steps.graphs._graphs.values()] == [True]
