@@ -30,6 +30,7 @@ from glm_compile.cache import PagedCache
 from glm_compile.generation.steps import MtpSteps, unwrap_compiled
 from tests.benchmarks.conftest import device
 from tests.benchmarks.decoding_runs import (
+    MeasuredLoop,
     decode,
     make_mtp,
     make_slice,
@@ -235,6 +236,31 @@ def filled_cache(model: Any, ids: torch.Tensor, room: int, is_static: bool) -> A
                 keys = torch.randn(1, size, config.index_head_dim, **where)
                 cache.update_indexer(keys, i)
     return cache
+
+
+@pytest.mark.parametrize("num_tokens", CONTEXTS)
+def test_prompt(benchmark: Any, models: Models, lines: list[str], num_tokens: int) -> None:
+    """A prompt is run in parts: seconds, and memory beyond what the weights and the cache take."""
+    benchmark.group = f"prompt T={num_tokens}"
+    model, mtp, compiled = models.get("slice")
+    ids = prompt_ids(model, "slice", num_tokens)
+    times, peaks = [], []
+    with measured(False):
+        for _ in range(3 if IS_GPU else 1):
+            if IS_GPU:
+                torch.cuda.reset_peak_memory_stats()
+            result = decode(compiled, ids, mtp, 2, 2)
+            num_parts = len(MeasuredLoop.last._chunks())
+            times.append(result.timings["prefill"])
+            if IS_GPU:
+                held = torch.cuda.memory_allocated()
+                peaks.append((torch.cuda.max_memory_allocated() - held) / 1e9)
+    seconds, peak = min(times), max(peaks, default=0.0)
+    lines.append(
+        f"prompt of {ids.shape[1]:>7,} tokens in {num_parts} parts: {seconds:.2f} s "
+        f"({ids.shape[1] / seconds:,.0f} tokens/s), {peak:.1f} GB for the largest part"
+    )
+    note(benchmark, seconds * 1e6, num_parts=num_parts, peak_gb=peak)
 
 
 @pytest.mark.parametrize("width", ["full", "eighth"])
