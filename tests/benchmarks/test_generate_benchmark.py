@@ -28,6 +28,7 @@ import glm_compile
 from glm_compile import bench
 from glm_compile.cache import PagedCache
 from glm_compile.generation.steps import MtpSteps, unwrap_compiled
+from glm_compile.model_facts import cache_argument
 from tests.benchmarks.conftest import device
 from tests.benchmarks.decoding_runs import (
     MeasuredLoop,
@@ -190,7 +191,7 @@ def step_seconds(
     def run(count: int) -> float:
         fields: dict[str, Any] = {"cache_implementation": "static"} if is_compiled else {}
         if is_filled:
-            fields = {"past_key_values": filled_cache(model, ids, long, is_compiled)}
+            fields = {cache_argument(): filled_cache(model, ids, long, is_compiled)}
         if IS_GPU:
             torch.cuda.synchronize()
         start = time.perf_counter()
