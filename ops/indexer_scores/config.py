@@ -27,7 +27,3 @@ def default_config(element_bytes: int) -> ScoresConfig:
     if element_bytes == 4:
         return ScoresConfig(block_keys=32, rows_per_program=8, num_warps=4, num_stages=1)
     return ScoresConfig(block_keys=128, rows_per_program=8, num_warps=4, num_stages=2)
-
-
-# Scoring warpgroups of a block of the CuTe kernel, where the tile's products leave room: 2 or 3.
-MAX_GROUPS = 2

@@ -1,9 +1,14 @@
 """Indexer scores in CuTe DSL for sm_90a: a page of keys times all rows' heads is one wgmma tile.
 
 The 64 keys of a page are the M side of a wgmma, the query rows' heads (up to 256 columns) its N
-side, so a key is read once for all rows. Blocks are persistent: one warp of a block reads the block
-table and keeps a ring of pages full by bulk tensor copies, two or three warpgroups take turns at
-the pages, one multiplying while others reduce their products over the heads in registers.
+side, so a key is read once for all rows. Blocks are persistent: four warps of a block read the
+block table and keep a ring of pages full by bulk tensor copies, two warpgroups take turns at the
+pages, one multiplying while the other reduces its products over the heads in registers.
+
+A decode step is latency: half of it passes before the first page is there, and one warp needs as
+long to ask for the pages of a block as they take to arrive. So what needs no other kernel's data is
+done before it is waited for, what the lengths do not decide is asked for before they are known, and
+the pages are asked for by four warps.
 
 The pages of each block are found from the lengths on the device. One tile of rows: page p goes to
 block p modulo their number. More: the pages of all tiles form one list, cut into one piece a block.
@@ -35,7 +40,6 @@ from glm_compile.ops._cute import arch_of, compile_kernel
 from glm_compile.ops._cute.device import (
     WARP,
     clamp_index,
-    load_shared_v4,
     shared_address,
     store_global,
     store_shared,
@@ -43,21 +47,22 @@ from glm_compile.ops._cute.device import (
 )
 from glm_compile.ops._cute.stream import bulk_load, evict_first_policy, evict_normal_policy
 from glm_compile.ops._dispatch import num_multiprocessors
-from glm_compile.ops.indexer_scores.config import MAX_GROUPS
 
 _GROUP = 128
 _PAGE = 64
 _DIM = 128
 # Columns of the widest wgmma.
 MAX_COLUMNS = 256
-# Columns of the widest tile whose products leave room for a third scoring warpgroup.
-MAX_COLUMNS_OF_3_GROUPS = 192
 # Rows of queries that share a tile at most: what the epilogue was written for.
 MAX_ROWS = 8
 _SHARED_BYTES = 220 * 1024
-# Registers of a thread that (loads, scores), by the number of scoring warpgroups. With 128 threads
-# each they are those of a multiprocessor.
-_REGISTERS = {2: (40, 232), 3: (56, 152)}
+# Warpgroups that score, and warps that load pages.
+_GROUPS = 2
+_LOADERS = 4
+# Registers of a thread that loads and of one that scores, together those of a multiprocessor.
+_REGISTERS_TO_LOAD, _REGISTERS_TO_SCORE = 40, 232
+# Named barrier of all that wait for the plan.
+_PLANNED = 1
 
 _CUTE_TYPES = {
     torch.float8_e4m3fn: Float8E4M3FN,
@@ -81,8 +86,7 @@ class Variant:
         weight_dtype, length_dtype, table_dtype: of these arguments; no table: contiguous keys.
         start_dtype: None without starts.
         has_mask: whether there is a key mask.
-        num_groups: warpgroups that score, 2 or 3. Three have fewer registers each: the head weights
-            are in shared memory then.
+        has_weight_pairs: weights are fp32, and those of two adjacent heads one aligned load.
         num_stages: pages in flight, at most.
         use_pdl: start before the kernels ahead have ended.
     """
@@ -95,7 +99,7 @@ class Variant:
     table_dtype: torch.dtype | None = torch.int32
     start_dtype: torch.dtype | None = None
     has_mask: bool = False
-    num_groups: int = 2
+    has_weight_pairs: bool = False
     num_stages: int = 16
     use_pdl: bool = True
 
@@ -115,24 +119,17 @@ class IndexerScoresKernel:
         v = variant
         self.v = variant
         self.dtype = _CUTE_TYPES[v.key_dtype]
-        self.num_groups = v.num_groups
         self.has_table = v.table_dtype is not None
-        self.num_threads = (self.num_groups + 1) * _GROUP
+        self.num_threads = (_GROUPS + 1) * _GROUP
         element_bytes = 1 if v.is_fp8 else 2
         self.key_bytes = _PAGE * _DIM * element_bytes
         self.stage_bytes = self.key_bytes + (_PAGE * 4 if v.is_fp8 else 0)
         self.query_bytes = v.num_columns * _DIM * element_bytes
         # Two tiles of queries, so that the next ones are there when a block moves on.
         self.num_query_stages = 2 if self.query_bytes <= 32 * 1024 else 1
-        self.has_shared_weights = v.num_groups > 2
-        # A copy for each warp, so that none waits for another one.
-        self.weight_bytes = v.num_rows * v.num_heads * 4
         room = _SHARED_BYTES - self.num_query_stages * self.query_bytes
-        if self.has_shared_weights:
-            room -= self.num_groups * _GROUP // WARP * self.weight_bytes
         # As many for each warpgroup.
-        most = min(v.num_stages, room // self.stage_bytes)
-        self.num_stages = most // self.num_groups * self.num_groups
+        self.num_stages = min(v.num_stages, room // self.stage_bytes) // _GROUPS * _GROUPS
         self.num_steps = _DIM * element_bytes // 32
         # Pairs of adjacent columns of one row that a thread holds.
         self.num_pairs = v.num_heads // 8
@@ -149,27 +146,22 @@ class IndexerScoresKernel:
         mask: cute.Tensor | None,
         scores: cute.Tensor,
         num_queries: Int32,
+        num_tiles: Int32,
         softmax_scale: Float32,
         num_blocks: Int32,
         stream: Any,
     ) -> None:
         v = self.v
-        k_major = OperandMajorMode.K
-        tiled_mma = hopper.make_trivial_tiled_mma(
-            self.dtype, self.dtype, k_major, k_major, Float32, (1, 1, 1), (_PAGE, v.num_columns)
-        )
         tile = (_PAGE, v.num_columns, _DIM)
         row_major = LayoutEnum.ROW_MAJOR
         key_layout = hopper.make_smem_layout_a(row_major, tile, self.dtype, self.num_stages)
         query_layout = hopper.make_smem_layout_b(row_major, tile, self.dtype, self.num_query_stages)
         # [rows of a page or sequence, D, pages or sequences]
-        scales = None
         if cutlass.const_expr(v.is_fp8):
             key_tensor = cute.make_tensor(
                 cute.recast_ptr(keys.iterator, dtype=self.dtype),
                 cute.make_layout((_PAGE, _DIM, keys.shape[0]), stride=(_DIM, 1, keys.stride[0])),
             )
-            scales = keys
         else:
             key_tensor = cute.make_tensor(keys.iterator, cute.select(keys.layout, mode=[1, 2, 0]))
         query_tensor = cute.make_tensor(
@@ -187,14 +179,13 @@ class IndexerScoresKernel:
             (v.num_columns, _DIM),
         )
         self.kernel(
-            tiled_mma,
             key_layout,
             query_layout,
             key_atom,
             key_coords,
             query_atom,
             query_coords,
-            scales,
+            keys,
             weights,
             table,
             lengths,
@@ -202,6 +193,7 @@ class IndexerScoresKernel:
             mask,
             scores,
             num_queries,
+            num_tiles,
             softmax_scale,
         ).launch(
             grid=(num_blocks, 1, 1),
@@ -214,14 +206,13 @@ class IndexerScoresKernel:
     @cute.kernel
     def kernel(
         self,
-        tiled_mma: cute.TiledMma,
         key_layout: cute.ComposedLayout,
         query_layout: cute.ComposedLayout,
         key_atom: cute.CopyAtom,
         key_coords: cute.Tensor,
         query_atom: cute.CopyAtom,
         query_coords: cute.Tensor,
-        scales: cute.Tensor | None,
+        keys: cute.Tensor,
         weights: cute.Tensor,
         table: cute.Tensor | None,
         lengths: cute.Tensor,
@@ -229,10 +220,10 @@ class IndexerScoresKernel:
         mask: cute.Tensor | None,
         scores: cute.Tensor,
         num_queries: Int32,
+        num_tiles: Int32,
         softmax_scale: Float32,
     ) -> None:
         v = self.v
-        tid, _, _ = cute.arch.thread_idx()
         warp = cute.arch.make_warp_uniform(cute.arch.warp_idx())
         allocator = SmemAllocator()
         key_ring = allocator.allocate_tensor(
@@ -247,10 +238,6 @@ class IndexerScoresKernel:
                 Float32, cute.make_layout(self.num_stages * _PAGE), 128
             )
         entry_ring = allocator.allocate_tensor(Int32, cute.make_layout(self.num_stages), 16)
-        shared_weights = None
-        if cutlass.const_expr(self.has_shared_weights):
-            num_weights = self.num_groups * _GROUP // WARP * v.num_rows * v.num_heads
-            shared_weights = allocator.allocate_tensor(Float32, cute.make_layout(num_weights), 16)
         plan = allocator.allocate_tensor(Int32, cute.make_layout(4), 16)
         num_barriers = 2 * (self.num_stages + self.num_query_stages)
         barriers = allocator.allocate_tensor(Int64, cute.make_layout(num_barriers), 16).iterator
@@ -259,66 +246,68 @@ class IndexerScoresKernel:
         has_query = is_empty + self.num_stages
         is_query_free = has_query + self.num_query_stages
         if warp == 0:
+            # A lane a barrier: one after the other they take longer than all that follows.
+            lane = cute.arch.lane_idx()
+            if lane < self.num_stages:
+                cute.arch.mbarrier_init(is_full + lane, 1)
+                cute.arch.mbarrier_init(is_empty + lane, _GROUP // WARP)
+            if lane < self.num_query_stages:
+                cute.arch.mbarrier_init(has_query + lane, 1)
+                cute.arch.mbarrier_init(is_query_free + lane, _GROUPS * _GROUP // WARP)
+            cute.arch.mbarrier_init_fence()
+        if warp == _GROUPS * _GROUP // WARP:
             cpasync.prefetch_descriptor(key_atom)
             cpasync.prefetch_descriptor(query_atom)
-        if tid == 0:
-            for stage in cutlass.range_constexpr(self.num_stages):
-                cute.arch.mbarrier_init(is_full + stage, 1)
-                cute.arch.mbarrier_init(is_empty + stage, _GROUP // WARP)
-            for stage in cutlass.range_constexpr(self.num_query_stages):
-                cute.arch.mbarrier_init(has_query + stage, 1)
-                cute.arch.mbarrier_init(is_query_free + stage, self.num_groups * _GROUP // WARP)
-            cute.arch.mbarrier_init_fence()
-        # Everything below may come from the kernel ahead.
-        cute.arch.griddepcontrol_wait()
-        cute.arch.griddepcontrol_launch_dependents()
-        windows = (lengths, starts, num_queries, scores.shape[1])
-        tiles_per_sequence = (num_queries + v.num_rows - 1) // v.num_rows
-        num_tiles = lengths.shape[0] // num_queries * tiles_per_sequence
-        if num_tiles > 1 and warp == 0:
-            self._make_plan(plan, windows, num_tiles)
         cute.arch.sync_threads()
-        rings = (key_ring, query_ring, scale_ring, entry_ring, shared_weights)
+        windows = (lengths, starts, num_queries, scores.shape[1])
+        rings = (key_ring, query_ring, scale_ring, entry_ring)
         signals = (is_full, is_empty, has_query, is_query_free)
-        if warp >= self.num_groups * _GROUP // WARP:
-            cute.arch.setmaxregister_decrease(_REGISTERS[v.num_groups][0])
-            if warp == self.num_groups * _GROUP // WARP:
-                self._load(
-                    (key_atom, key_coords, query_atom, query_coords),
-                    scales,
-                    table,
-                    windows,
-                    rings,
-                    signals,
-                    plan,
-                    num_tiles,
-                )
-        else:
-            cute.arch.setmaxregister_increase(_REGISTERS[v.num_groups][1])
-            self._score(
-                tiled_mma,
-                weights,
-                mask,
-                scores,
-                softmax_scale,
+        loader = warp - _GROUPS * _GROUP // WARP
+        if loader >= 0:
+            cute.arch.setmaxregister_decrease(_REGISTERS_TO_LOAD)
+            # Everything below may come from the kernel ahead.
+            cute.arch.griddepcontrol_wait()
+            cute.arch.griddepcontrol_launch_dependents()
+            if num_tiles > 1:
+                if loader == 0:
+                    self._make_plan(plan, windows, num_tiles)
+                self._await_plan()
+            self._load(
+                loader,
+                (key_atom, key_coords, query_atom, query_coords),
+                keys,
+                table,
                 windows,
                 rings,
                 signals,
                 plan,
                 num_tiles,
             )
+        else:
+            cute.arch.setmaxregister_increase(_REGISTERS_TO_SCORE)
+            cute.arch.griddepcontrol_wait()
+            cute.arch.griddepcontrol_launch_dependents()
+            if num_tiles > 1:
+                self._await_plan()
+            self._score(
+                weights, mask, scores, softmax_scale, windows, rings, signals, plan, num_tiles
+            )
+
+    def _await_plan(self) -> None:
+        """Wait until all threads of the block have come here."""
+        cute.arch.barrier(barrier_id=_PLANNED, number_of_threads=self.num_threads)
 
     @cute.jit
-    def _window_of_row(self, windows, tile, i) -> tuple[Int32, Int32]:
-        """(start, length) of row i of a tile, in 0..T; nothing for a row that it does not have."""
+    def _window_of_row(self, windows, sequence, query, i) -> tuple[Int32, Int32]:
+        """(start, length) of row i of the tile that begins with a query, in 0..T.
+
+        Nothing for a row that the tile does not have.
+        """
         lengths, starts, num_queries, num_keys = windows
-        v = self.v
-        tiles_per_sequence = (num_queries + v.num_rows - 1) // v.num_rows
-        query = tile % tiles_per_sequence * v.num_rows + i
-        row = tile // tiles_per_sequence * num_queries + query
         length = Int32(0)
         start = num_keys
-        if i < v.num_rows and query < num_queries:
+        if i < self.v.num_rows and query + i < num_queries:
+            row = sequence * num_queries + query + i
             length = clamp_index(lengths[row], num_keys)
             start = Int32(0)
             if cutlass.const_expr(starts is not None):
@@ -326,9 +315,9 @@ class IndexerScoresKernel:
         return start, length
 
     @cute.jit
-    def _pages_of_tile(self, windows, tile) -> tuple[Int32, Int32]:
+    def _pages_of_tile(self, windows, sequence, query) -> tuple[Int32, Int32]:
         """(first, one past the last) page that any row of a tile sees; all lanes call it."""
-        start, length = self._window_of_row(windows, tile, cute.arch.lane_idx())
+        start, length = self._window_of_row(windows, sequence, query, cute.arch.lane_idx())
         last = (cute.arch.warp_redux_sync(length, "max") + _PAGE - 1) // _PAGE
         first = Int32(0)
         if cutlass.const_expr(windows[1] is not None):
@@ -338,11 +327,15 @@ class IndexerScoresKernel:
     @cute.jit
     def _pages_of_lane(self, windows, tile, num_tiles) -> tuple[Int32, Int32]:
         """(first page, number of pages) of a tile of this lane's own."""
+        v = self.v
+        tiles_per_sequence = (windows[2] + v.num_rows - 1) // v.num_rows
+        sequence = tile // tiles_per_sequence
+        query = (tile - sequence * tiles_per_sequence) * v.num_rows
         longest = Int32(0)
         earliest = windows[3]
         if tile < num_tiles:
-            for i in cutlass.range_constexpr(self.v.num_rows):
-                start, length = self._window_of_row(windows, tile, i)
+            for i in cutlass.range_constexpr(v.num_rows):
+                start, length = self._window_of_row(windows, sequence, query, i)
                 longest = cutlass.max(longest, length)
                 earliest = cutlass.min(earliest, start)
         last = (longest + _PAGE - 1) // _PAGE
@@ -378,21 +371,42 @@ class IndexerScoresKernel:
 
     @cute.jit
     def _first_piece(self, plan, windows, num_tiles) -> tuple[Int32, Int32, Int32, Int32, Int32]:
-        """(tile, page, end of the tile's pages, step of the pages, number of pages) of a block."""
+        """(sequence, first query, page, end, pages after the end) of a block's first piece.
+
+        One tile of rows: its pages are `page`, `page` + number of blocks, ... up to the end. More:
+        all pages from `page` to the end, then as many of the following tiles.
+        """
+        v = self.v
         block, _, _ = cute.arch.block_idx()
-        num_blocks, _, _ = cute.arch.grid_dim()
-        tile = Int32(0)
-        step = Int32(num_blocks)
+        sequence = Int32(0)
+        query = Int32(0)
         if num_tiles > 1:
+            tiles_per_sequence = (windows[2] + v.num_rows - 1) // v.num_rows
             tile = plan[0]
-            step = Int32(1)
-        first, last = self._pages_of_tile(windows, tile)
+            sequence = tile // tiles_per_sequence
+            query = (tile - sequence * tiles_per_sequence) * v.num_rows
+        first, last = self._pages_of_tile(windows, sequence, query)
         page = first + block
-        remaining = cutlass.max((last - page + step - 1) // step, 0)
+        rest = Int32(0)
         if num_tiles > 1:
             page = plan[1]
-            remaining = plan[2]
-        return tile, page, last, step, remaining
+            end = cutlass.min(last, page + plan[2])
+            rest = plan[2] - (end - page)
+            last = end
+        return sequence, query, page, last, rest
+
+    @cute.jit
+    def _next_piece(
+        self, windows, sequence, query, rest
+    ) -> tuple[Int32, Int32, Int32, Int32, Int32]:
+        """`_first_piece`, of the tile behind this one."""
+        query += self.v.num_rows
+        if query >= windows[2]:
+            query = Int32(0)
+            sequence += 1
+        page, last = self._pages_of_tile(windows, sequence, query)
+        end = cutlass.min(last, page + rest)
+        return sequence, query, page, end, rest - (end - page)
 
     @cute.jit
     def _entries(self, table, sequence, page, step) -> Int32:
@@ -404,14 +418,14 @@ class IndexerScoresKernel:
         return entry
 
     @cute.jit
-    def _load(self, atoms, scales, table, windows, rings, signals, plan, num_tiles) -> None:
+    def _load(self, loader, atoms, keys, table, windows, rings, signals, plan, num_tiles) -> None:
+        """Keep the ring full: of a block's pages, every fourth is this warp's."""
         v = self.v
         key_atom, key_coords, query_atom, query_coords = atoms
-        key_ring, query_ring, scale_ring, entry_ring, _shared_weights = rings
+        key_ring, query_ring, scale_ring, entry_ring = rings
         is_full, is_empty, has_query, is_query_free = signals
         queries = (query_atom, query_coords, query_ring, has_query)
         num_queries = windows[2]
-        tiles_per_sequence = (num_queries + v.num_rows - 1) // v.num_rows
         # (copy, stage), (copy, row tile, dim tile, page or sequence)
         key_tiles = cute.local_tile(key_coords, (_PAGE, _DIM), (None, None, None))
         key_to, key_from = cpasync.tma_partition(
@@ -421,97 +435,125 @@ class IndexerScoresKernel:
             cute.group_modes(key_ring, 0, 2),
             cute.group_modes(key_tiles, 0, 2),
         )
+        # Pages of the block that follow each other are so far apart.
+        step = Int32(1)
+        block, _, _ = cute.arch.block_idx()
+        if num_tiles == 1:
+            step, _, _ = cute.arch.grid_dim()
+        stride = step * _LOADERS
         # What does not take the lengths is asked for before they are.
         following = Int32(0)
         is_asked_for = Boolean(False)
-        if cutlass.const_expr(table is not None and windows[1] is None):
-            block, _, _ = cute.arch.block_idx()
-            num_blocks, _, _ = cute.arch.grid_dim()
-            following = self._entries(table, Int32(0), Int32(block), Int32(num_blocks))
-            is_asked_for = num_tiles == 1
-        if num_tiles == 1:
+        if cutlass.const_expr(table is not None and windows[1] is None):  # noqa: SIM102
+            if num_tiles == 1:
+                following = self._entries(table, Int32(0), block + loader * step, stride)
+                is_asked_for = Boolean(True)
+        if num_tiles == 1 and loader == 0:
             self._load_query(queries, Int32(0), Int32(0))
-        tile, page, last, step, remaining = self._first_piece(plan, windows, num_tiles)
-        has_pages = remaining > 0
+        sequence, query, page, end, rest = self._first_piece(plan, windows, num_tiles)
+        has_pages = page < end
         # Keys are read once, or again by the next tile of a long step.
         policy = evict_first_policy()
-        if tiles_per_sequence > 1:
+        if num_queries > v.num_rows:
             policy = evict_normal_policy()
-        slot = Int32(0)
+        slot = Int32(loader)
         phase = Int32(1)
         query_slot = Int32(0)
         query_phase = Int32(1)
+        # Pages of the block before this piece.
+        done = Int32(0)
+        has_gone_round = Boolean(False)
         entry_address = shared_address(entry_ring.iterator)
-        while remaining > 0:
-            count = cutlass.min(remaining, (last - page + step - 1) // step)
-            if count > 0:
-                sequence = tile // tiles_per_sequence
-                # The first row of a tile is no multiple of the tile where rows are few or odd.
-                row = sequence * num_queries + tile % tiles_per_sequence * v.num_rows
-                if num_tiles > 1:
+        is_going = page < end or rest > 0
+        while is_going:
+            if page < end:
+                if num_tiles > 1 and loader == 0:
                     cute.arch.mbarrier_wait(is_query_free + query_slot, query_phase)
                     cute.arch.sync_warp()
-                    self._load_query(queries, row, query_slot)
+                    self._load_query(queries, sequence * num_queries + query, query_slot)
                 query_slot += 1
                 if query_slot == self.num_query_stages:
                     query_slot = Int32(0)
                     query_phase ^= 1
+                own = (loader + _LOADERS - done % _LOADERS) % _LOADERS
+                first = page + own * step
                 entries = Int32(0)
                 if cutlass.const_expr(table is not None):  # noqa: SIM102 - decided while tracing
                     if not is_asked_for:
-                        following = self._entries(table, sequence, page, step)
-                for i in cutlass.range(count, unroll=1):
+                        following = self._entries(table, sequence, first, stride)
+                i = Int32(0)
+                for at in cutlass.range(first, end, stride, unroll=1):
                     entry = sequence
                     if cutlass.const_expr(table is not None):
                         if i % WARP == 0:
                             entries = following
-                            following = self._entries(
-                                table, sequence, page + (i + WARP) * step, step
-                            )
+                            following = self._entries(table, sequence, at + WARP * stride, stride)
                         entry = cute.arch.shuffle_sync(entries, i % WARP)
-                    cute.arch.mbarrier_wait(is_empty + slot, phase)
-                    cute.arch.sync_warp()
-                    store_shared(entry_address + slot * 4, cutlass.max(entry, -1))
-                    if entry >= 0:
-                        with cute.arch.elect_one():
-                            cute.arch.mbarrier_arrive_and_expect_tx(
-                                is_full + slot, self.stage_bytes
-                            )
-                            if cutlass.const_expr(v.is_fp8):
-                                source = scales.iterator.toint() + (
-                                    Int64(entry) * Int64(scales.stride[0]) + self.key_bytes
-                                )
-                                bulk_load(
-                                    shared_address(scale_ring.iterator) + slot * (_PAGE * 4),
-                                    source,
-                                    _PAGE * 4,
-                                    Int32((is_full + slot).toint()),
-                                    policy,
-                                )
-                        row_tile = Int32(0)
-                        if cutlass.const_expr(table is None):
-                            row_tile = page + i * step
-                        cute.copy(
-                            key_atom,
-                            key_from[None, row_tile, 0, entry],
-                            key_to[None, slot],
-                            tma_bar_ptr=is_full + slot,
-                            cache_policy=policy,
-                        )
-                    else:
-                        with cute.arch.elect_one():
-                            cute.arch.mbarrier_arrive(is_full + slot)
-                    slot += 1
-                    if slot == self.num_stages:
-                        slot = Int32(0)
+                    i += 1
+                    # In the first round nothing is in the ring.
+                    if has_gone_round:
+                        cute.arch.mbarrier_wait(is_empty + slot, phase)
+                        cute.arch.sync_warp()
+                    self._load_page(
+                        (key_atom, key_from, key_to),
+                        keys,
+                        entry,
+                        at,
+                        slot,
+                        scale_ring,
+                        entry_address,
+                        is_full,
+                        policy,
+                    )
+                    slot += _LOADERS
+                    if slot >= self.num_stages:
+                        slot -= self.num_stages
                         phase ^= 1
-            remaining -= count
-            if remaining > 0:
-                tile += 1
-                page, last = self._pages_of_tile(windows, tile)
-        if num_tiles == 1 and not has_pages:
+                        has_gone_round = Boolean(True)
+                # Of a block's only tile the pages are not counted.
+                done += end - page
+            is_going = rest > 0
+            if is_going:
+                sequence, query, page, end, rest = self._next_piece(windows, sequence, query, rest)
+        if num_tiles == 1 and loader == 0 and not has_pages:
             # Nobody waits for the queries, and a block must not end before its copies.
             cute.arch.mbarrier_wait(has_query, 0)
+
+    @cute.jit
+    def _load_page(
+        self, copy, keys, entry, page, slot, scale_ring, entry_address, is_full, policy
+    ) -> None:
+        """Start the copy of a page, or say that there is none."""
+        v = self.v
+        key_atom, key_from, key_to = copy
+        if entry >= 0:
+            with cute.arch.elect_one():
+                if cutlass.const_expr(self.has_table):
+                    store_shared(entry_address + slot * 4, entry)
+                cute.arch.mbarrier_arrive_and_expect_tx(is_full + slot, self.stage_bytes)
+                if cutlass.const_expr(v.is_fp8):
+                    bulk_load(
+                        shared_address(scale_ring.iterator) + slot * (_PAGE * 4),
+                        keys.iterator.toint()
+                        + (Int64(entry) * Int64(keys.stride[0]) + self.key_bytes),
+                        _PAGE * 4,
+                        Int32((is_full + slot).toint()),
+                        policy,
+                    )
+            row_tile = Int32(0)
+            if cutlass.const_expr(not self.has_table):
+                row_tile = page
+            cute.copy(
+                key_atom,
+                key_from[None, row_tile, 0, entry],
+                key_to[None, slot],
+                tma_bar_ptr=is_full + slot,
+                cache_policy=policy,
+            )
+        else:
+            with cute.arch.elect_one():
+                store_shared(entry_address + slot * 4, Int32(-1))
+                cute.arch.mbarrier_arrive(is_full + slot)
 
     @cute.jit
     def _load_query(self, queries, row, slot) -> None:
@@ -534,127 +576,80 @@ class IndexerScoresKernel:
 
     @cute.jit
     def _score(
-        self,
-        tiled_mma,
-        weights,
-        mask,
-        scores,
-        softmax_scale,
-        windows,
-        rings,
-        signals,
-        plan,
-        num_tiles,
+        self, weights, mask, scores, softmax_scale, windows, rings, signals, plan, num_tiles
     ) -> None:
         v = self.v
         tid, _, _ = cute.arch.thread_idx()
         lane = cute.arch.lane_idx()
         group = cute.arch.make_warp_uniform(tid // _GROUP)
         in_group = tid % _GROUP
-        key_ring, query_ring, scale_ring, entry_ring, shared_weights = rings
+        key_ring, query_ring, scale_ring, entry_ring = rings
         is_full, is_empty, has_query, is_query_free = signals
         num_queries = windows[2]
         num_keys = windows[3]
-        tiles_per_sequence = (num_queries + v.num_rows - 1) // v.num_rows
-        part = tiled_mma.get_slice(in_group)
-        key_part = tiled_mma.make_fragment_A(part.partition_A(key_ring))
-        query_part = tiled_mma.make_fragment_B(part.partition_B(query_ring))
-        products = cute.make_rmem_tensor(
-            tiled_mma.partition_shape_C((_PAGE, v.num_columns)), Float32
+        mma = self._make_mma()
+        part = mma.get_slice(in_group)
+        fragments = (
+            mma.make_fragment_A(part.partition_A(key_ring)),
+            mma.make_fragment_B(part.partition_B(query_ring)),
         )
+        products = cute.make_rmem_tensor(mma.partition_shape_C((_PAGE, v.num_columns)), Float32)
         # After the reduction a lane holds one key of the page and every other row.
         key = in_group // WARP * 16 + lane // 4 + lane % 2 * 8
         odd = lane // 2 % 2
 
-        tile, page, last, step, remaining = self._first_piece(plan, windows, num_tiles)
-        # Pages of the block before this piece; a block's page j is warpgroup j % num_groups's.
+        row_weights = cute.make_rmem_tensor(v.num_rows * self.num_pairs * 2, Float32)
+        if num_tiles == 1:
+            # Asked for before the lengths are there.
+            self._load_weights(weights, Int32(0), num_queries, lane, row_weights)
+        sequence, query, page, end, rest = self._first_piece(plan, windows, num_tiles)
+        step = Int32(1)
+        if num_tiles == 1:
+            step, _, _ = cute.arch.grid_dim()
+        stride = step * _GROUPS
+        # Pages of the block before this piece; a block's page j is warpgroup j % _GROUPS's.
         done = Int32(0)
         query_slot = Int32(0)
         query_phase = Int32(0)
         slot = Int32(group)
         phase = Int32(0)
         row_bytes = Int64(scores.stride[0]) * 4
+        address_step = Int64(stride) * (_PAGE * 4)
         num_pairs_of_rows = cutlass.const_expr((v.num_rows + 1) // 2)
-        while remaining > 0:
-            count = cutlass.min(remaining, (last - page + step - 1) // step)
-            if count > 0:
-                sequence = tile // tiles_per_sequence
-                query = tile % tiles_per_sequence * v.num_rows
+        is_going = page < end or rest > 0
+        while is_going:
+            if page < end:
                 row = sequence * num_queries + query
                 num_rows = cutlass.min(num_queries - query, v.num_rows)
-                weight_parts = []
-                weight_address = Int32(0)
-                if cutlass.const_expr(self.has_shared_weights):
-                    weight_address = shared_address(shared_weights.iterator)
-                    weight_address += tid // WARP * self.weight_bytes
-                    self._share_weights(weights, row, num_rows, lane, weight_address)
-                    weight_address += lane % 4 * (self.num_pairs * 8)
-                else:
-                    weight_parts = self._load_weights(weights, row, num_rows, lane)
-                first = (group + self.num_groups - done % self.num_groups) % self.num_groups
-                position = (page + first * step) * _PAGE + key
+                if num_tiles > 1:
+                    self._load_weights(weights, row, num_rows, lane, row_weights)
+                first = page + (group + _GROUPS - done % _GROUPS) % _GROUPS * step
+                position = first * _PAGE + key
                 address = (
                     scores.iterator.toint() + Int64(row + odd) * row_bytes + Int64(position) * 4
                 )
-                address_step = Int64(step) * (_PAGE * 4 * self.num_groups)
                 has_row = [pair * 2 + odd < num_rows for pair in range(num_pairs_of_rows)]
                 cute.arch.mbarrier_wait(has_query + query_slot, query_phase)
                 cute.arch.sync_warp()
-                for _ in cutlass.range(first, count, self.num_groups, unroll=1):
-                    allowed = []
-                    if cutlass.const_expr(v.has_mask):
-                        allowed = self._load_mask(
-                            mask, sequence, query + odd, num_rows - odd, position, num_keys
-                        )
+                if first < end:
                     cute.arch.mbarrier_wait(is_full + slot, phase)
-                    # Lanes may leave the wait apart.
                     cute.arch.sync_warp()
-                    warpgroup.fence()
-                    tiled_mma.set(warpgroup.Field.ACCUMULATE, False)
-                    for k in cutlass.range_constexpr(self.num_steps):
-                        cute.gemm(
-                            tiled_mma,
-                            products,
-                            key_part[None, None, k, slot],
-                            query_part[None, None, k, query_slot],
-                            products,
-                        )
-                        tiled_mma.set(warpgroup.Field.ACCUMULATE, True)
-                    warpgroup.commit_group()
-                    scale = Float32(1.0)
-                    if cutlass.const_expr(v.is_fp8):
-                        scale = scale_ring[slot * _PAGE + key]
-                    entry = Int32(0)
-                    if cutlass.const_expr(self.has_table):
-                        entry = entry_ring[slot]
+                    self._multiply(products, fragments, slot, query_slot)
                     warpgroup.wait_group(0)
-                    cute.arch.sync_warp()
-                    # Always so: the stage is given back after what was read of it has arrived.
-                    if entry >= -1:
-                        with cute.arch.elect_one():
-                            cute.arch.mbarrier_arrive(is_empty + slot)
-                    values = self._reduce(
-                        products, weight_parts, weight_address, softmax_scale, lane
+                    constants = (
+                        (products, fragments, query_slot, row_weights),
+                        (mask, sequence, query, num_rows),
+                        (softmax_scale, num_keys, key, odd, lane),
+                        (row_bytes, has_row, stride, address_step),
+                        (scale_ring, entry_ring, is_full, is_empty),
                     )
-                    is_inside = position < num_keys
-                    place = address
-                    for pair in cutlass.range_constexpr(num_pairs_of_rows):
-                        value = values[pair]
-                        if cutlass.const_expr(v.is_fp8):
-                            value = value * scale
-                        is_scored = entry >= 0
-                        if cutlass.const_expr(v.has_mask):
-                            is_scored = is_scored and allowed[pair] != 0
-                        if not is_scored:
-                            value = Float32(float("-inf"))
-                        store_global(place, value.bitcast(Int32), is_inside and has_row[pair])
-                        place += row_bytes * 2
-                    position += step * (_PAGE * self.num_groups)
-                    address += address_step
-                    slot += self.num_groups
-                    if slot >= self.num_stages:
-                        slot -= self.num_stages
-                        phase ^= 1
+                    for _ in cutlass.range(first + stride, end, stride, unroll=1):
+                        slot, phase, position, address = self._page(
+                            constants, slot, phase, position, address, True
+                        )
+                    slot, phase, position, address = self._page(
+                        constants, slot, phase, position, address, False
+                    )
                 cute.arch.sync_warp()
                 with cute.arch.elect_one():
                     cute.arch.mbarrier_arrive(is_query_free + query_slot)
@@ -662,54 +657,116 @@ class IndexerScoresKernel:
                 if query_slot == self.num_query_stages:
                     query_slot = Int32(0)
                     query_phase ^= 1
-            done += count
-            remaining -= count
-            if remaining > 0:
-                tile += 1
-                page, last = self._pages_of_tile(windows, tile)
+                done += end - page
+            is_going = rest > 0
+            if is_going:
+                sequence, query, page, end, rest = self._next_piece(windows, sequence, query, rest)
 
     @cute.jit
-    def _load_weights(self, weights, row, num_rows, lane) -> list:
+    def _load_weights(self, weights, row, num_rows, lane, row_weights) -> None:
         """The weights of this thread's columns, by row of the tile."""
-        parts = []
-        for i in cutlass.range_constexpr(self.v.num_rows):
-            part = []
+        v = self.v
+        for i in cutlass.range_constexpr(v.num_rows):
             # Rows beyond the tile's own are not stored, so any weight does.
             from_row = row + cutlass.min(i, num_rows - 1)
-            for j in cutlass.range_constexpr(self.num_pairs * 2):
-                head = j // 2 * 8 + lane % 4 * 2 + j % 2
-                part.append(Float32(weights[from_row, head]))
-            parts.append(part)
-        return parts
+            for pair in cutlass.range_constexpr(self.num_pairs):
+                head = pair * 8 + lane % 4 * 2
+                at = (i * self.num_pairs + pair) * 2
+                if cutlass.const_expr(v.has_weight_pairs):
+                    place = Int64(from_row) * Int64(weights.stride[0]) + head
+                    first, second = _load_global_v2(weights.iterator.toint() + place * 4)
+                else:
+                    first = Float32(weights[from_row, head])
+                    second = Float32(weights[from_row, head + 1])
+                row_weights[at] = first
+                row_weights[at + 1] = second
+
+    def _make_mma(self) -> Any:
+        k_major = OperandMajorMode.K
+        tile = (_PAGE, self.v.num_columns)
+        return hopper.make_trivial_tiled_mma(
+            self.dtype, self.dtype, k_major, k_major, Float32, (1, 1, 1), tile
+        )
 
     @cute.jit
-    def _share_weights(self, weights, row, num_rows, lane, address) -> None:
-        """Put the tile's weights into this warp's part of shared memory, at `address`.
+    def _multiply(self, products, fragments, slot, query_slot) -> None:
+        """Start the products of a page with all queries of the tile."""
+        key_part, query_part = fragments
+        # One of its own, since what is set holds within the loop that sets it.
+        mma = self._make_mma()
+        warpgroup.fence()
+        mma.set(warpgroup.Field.ACCUMULATE, False)
+        for k in cutlass.range_constexpr(self.num_steps):
+            cute.gemm(
+                mma,
+                products,
+                key_part[None, None, k, slot],
+                query_part[None, None, k, query_slot],
+                products,
+            )
+            mma.set(warpgroup.Field.ACCUMULATE, True)
+        warpgroup.commit_group()
 
-        Row by row, those of a lane's columns follow each other, for each of four lanes.
+    @cute.jit
+    def _page(self, constants, slot, phase, position, address, has_next: cutlass.Constexpr):
+        """Give back a page whose products are there, reduce and store them, multiply the next one.
+
+        Returns the next page's slot, the phase of its barriers, its first position and the address
+        of this lane's first score.
         """
         v = self.v
-        total = cutlass.const_expr(v.num_rows * v.num_heads)
-        a_lane = cutlass.const_expr(self.num_pairs * 2)
+        (
+            (products, fragments, query_slot, row_weights),
+            (mask, sequence, query, num_rows),
+            (softmax_scale, num_keys, key, odd, lane),
+            (row_bytes, has_row, stride, address_step),
+            (scale_ring, entry_ring, is_full, is_empty),
+        ) = constants
+        allowed = []
+        if cutlass.const_expr(v.has_mask):
+            allowed = self._load_mask(
+                mask, sequence, query + odd, num_rows - odd, position, num_keys
+            )
+        scale = Float32(1.0)
+        if cutlass.const_expr(v.is_fp8):
+            scale = scale_ring[slot * _PAGE + key]
+        entry = Int32(0)
+        if cutlass.const_expr(self.has_table):
+            entry = entry_ring[slot]
+        next_slot = slot + _GROUPS
+        next_phase = phase
+        if next_slot >= self.num_stages:
+            next_slot -= self.num_stages
+            next_phase ^= 1
         cute.arch.sync_warp()
-        for first in cutlass.range_constexpr(0, total, WARP):
-            place = lane + first
-            if place < total:
-                rest = place % v.num_heads
-                j = rest % a_lane
-                head = j // 2 * 8 + rest // a_lane * 2 + j % 2
-                from_row = row + cutlass.min(place // v.num_heads, num_rows - 1)
-                weight = Float32(weights[from_row, head])
-                store_shared(address + place * 4, weight.bitcast(Int32))
-        cute.arch.sync_warp()
-
-    def _row_of_weights(self, address, i: int) -> list:
-        """This lane's weights of row i of the tile."""
-        first = address + i * self.v.num_heads * 4
-        words: list = []
-        for at in range(0, self.num_pairs * 8, 16):
-            words += load_shared_v4(first + at)
-        return [word.bitcast(Float32) for word in words]
+        with cute.arch.elect_one():
+            _arrive_after(is_empty + slot, scale.bitcast(Int32), entry)
+        is_next_full = Boolean(False)
+        if cutlass.const_expr(has_next):
+            # The answer takes a while to come.
+            is_next_full = cute.arch.mbarrier_test_wait(is_full + next_slot, next_phase)
+        values = self._reduce(products, row_weights, softmax_scale, lane)
+        if cutlass.const_expr(has_next):
+            if not is_next_full:
+                cute.arch.mbarrier_wait(is_full + next_slot, next_phase)
+            cute.arch.sync_warp()
+            self._multiply(products, fragments, next_slot, query_slot)
+        is_inside = position < num_keys
+        place = address
+        for pair in cutlass.range_constexpr(len(values)):
+            value = values[pair]
+            if cutlass.const_expr(v.is_fp8):
+                value = value * scale
+            is_scored = entry >= 0
+            if cutlass.const_expr(v.has_mask):
+                is_scored = is_scored and allowed[pair] != 0
+            if not is_scored:
+                value = Float32(float("-inf"))
+            store_global(place, value.bitcast(Int32), is_inside and has_row[pair])
+            place += row_bytes * 2
+        if cutlass.const_expr(has_next):
+            warpgroup.wait_group(0)
+        return next_slot, next_phase, position + stride * _PAGE, address + address_step
 
     @cute.jit
     def _load_mask(self, mask, sequence, query, num_rows, position, num_keys) -> list:
@@ -723,7 +780,7 @@ class IndexerScoresKernel:
         return allowed
 
     @cute.jit
-    def _reduce(self, products, weight_parts, weight_address, softmax_scale, lane) -> list:
+    def _reduce(self, products, row_weights, softmax_scale, lane) -> list:
         """Sum over heads of weight * relu(product * scale), for this lane's key and rows.
 
         Of the 2 keys and all rows that four lanes hold parts of, a lane ends up with key `lane % 2`
@@ -734,22 +791,16 @@ class IndexerScoresKernel:
         is_odd_row = lane // 2 % 2 == 1
         sums = []
         for i in cutlass.range_constexpr(v.num_rows):
-            row_weights = []
-            if cutlass.const_expr(self.has_shared_weights):
-                row_weights = self._row_of_weights(weight_address, i)
-            else:
-                row_weights = weight_parts[i]
             both = []
             for half in cutlass.range_constexpr(2):
                 total = Float32(0.0)
                 for j in cutlass.range_constexpr(self.num_pairs * 2):
-                    at = (i * self.num_pairs + j // 2) * 4 + half * 2 + j % 2
-                    product = products[at]
+                    product = products[(i * self.num_pairs + j // 2) * 4 + half * 2 + j % 2]
                     if cutlass.const_expr(not v.is_fp8):
                         product = product * softmax_scale
                     # Keeps NaN, as torch.relu does.
                     positive = cute.arch.fmax(product, Float32(0.0), nan=True)
-                    total = _fma(positive, row_weights[j], total)
+                    total = _fma(positive, row_weights[i * self.num_pairs * 2 + j], total)
                 both.append(total)
             sums.append(_exchange(both[0], both[1], is_odd_key, 1))
         values = []
@@ -758,6 +809,29 @@ class IndexerScoresKernel:
         if cutlass.const_expr(v.num_rows % 2):
             values.append(sums[-1] + cute.arch.shuffle_sync_bfly(sums[-1], 2))
         return values
+
+
+def _arrive_after(barrier, first: Int32, second: Int32) -> None:
+    """Arrive on a barrier once two loaded values are there.
+
+    A page's slot is filled again by the copy engine, which does not wait for loads on their way:
+    both branches arrive, and which one is taken depends on the values.
+    """
+    inline_ptx(
+        "{\n.reg .pred same;\nsetp.eq.b32 same, {$r1}, {$r2};\n"
+        "@same mbarrier.arrive.shared::cta.b64 _, [{$r0}];\n"
+        "@!same mbarrier.arrive.shared::cta.b64 _, [{$r0}];\n}",
+        read_only_args=[Int32(barrier.toint()), first, second],
+    )
+
+
+def _load_global_v2(address: Int64) -> tuple[Float32, Float32]:
+    """Two adjacent floats of global memory, 8-byte aligned."""
+    return inline_ptx(
+        "ld.global.v2.f32 {{$w0}, {$w1}}, [{$r0}];",
+        write_only_types=[Float32, Float32],
+        read_only_args=[address],
+    )
 
 
 @cute.jit
@@ -804,13 +878,16 @@ def compile_variant(variant: Variant, arch: str, options: str = "") -> Any:
     return compile_kernel(
         IndexerScoresKernel(variant),
         q,
-        tensor(v.weight_dtype, 2, v.weight_dtype.itemsize),
+        tensor(v.weight_dtype, 2, 8, cute.sym_int64(divisibility=2), 1)
+        if v.has_weight_pairs
+        else tensor(v.weight_dtype, 2, v.weight_dtype.itemsize),
         keys,
         None if v.table_dtype is None else tensor(v.table_dtype, 2, v.table_dtype.itemsize),
         tensor(v.length_dtype, 1, v.length_dtype.itemsize),
         None if v.start_dtype is None else tensor(v.start_dtype, 1, v.start_dtype.itemsize),
         tensor(torch.uint8, 3, 1) if v.has_mask else None,
         tensor(torch.float32, 2, 4, 1),
+        Int32(1),
         Int32(1),
         Float32(1.0),
         Int32(1),
@@ -835,7 +912,6 @@ def indexer_scores_cute(
     *,
     max_len: int,
     block_table: torch.Tensor | None = None,
-    num_groups: int | None = None,
     num_stages: int = 16,
     use_pdl: bool = True,
 ) -> torch.Tensor:
@@ -852,7 +928,6 @@ def indexer_scores_cute(
         softmax_scale: factor of the products; not applied to FP8 ones.
         max_len: T.
         block_table: [B, P] of pages.
-        num_groups: see `Variant`; None: as many as the tile has registers for.
         num_stages: pages in flight a block, at most.
         use_pdl: start before the kernels ahead have ended; reads nothing until then.
     """
@@ -863,6 +938,13 @@ def indexer_scores_cute(
     if not scores_BST.numel():
         return scores_BST
     num_rows = rows_of_tile(num_queries, num_heads)
+    weights = weights_BSH.reshape(-1, num_heads)
+    has_weight_pairs = (
+        weights.dtype == torch.float32
+        and weights.stride(1) == 1
+        and weights.stride(0) % 2 == 0
+        and weights.data_ptr() % 8 == 0
+    )
     variant = Variant(
         key_dtype=q_BSHD.dtype,
         num_heads=num_heads,
@@ -872,16 +954,16 @@ def indexer_scores_cute(
         table_dtype=None if block_table is None else block_table.dtype,
         start_dtype=None if starts_BS is None else starts_BS.dtype,
         has_mask=key_mask is not None,
-        num_groups=num_groups or groups_of_tile(num_rows, num_heads),
         num_stages=num_stages,
         use_pdl=use_pdl,
+        has_weight_pairs=has_weight_pairs,
     )
     q = q_BSHD.view(torch.uint8) if variant.is_fp8 else q_BSHD
     num_tiles = num_batch * -(-num_queries // variant.num_rows)
     num_blocks = min(num_multiprocessors(q.device), num_tiles * -(-max_len // _PAGE))
     _compiled(variant, arch_of(q.device))(
         _aligned(q.reshape(-1, head_dim).contiguous()),
-        weights_BSH.reshape(-1, num_heads),
+        weights,
         keys,
         block_table,
         lengths_BS.reshape(-1),
@@ -889,6 +971,7 @@ def indexer_scores_cute(
         None if key_mask is None else key_mask.view(torch.uint8),
         scores_BST.view(-1, max_len),
         num_queries,
+        num_tiles,
         softmax_scale,
         num_blocks,
     )
@@ -898,16 +981,8 @@ def indexer_scores_cute(
 def rows_of_tile(num_queries: int, num_heads: int) -> int:
     """Query rows of a tile: as many as fit share a key's only read, more are dealt out alike."""
     most = min(MAX_ROWS, MAX_COLUMNS // num_heads)
-    if num_queries > most and MAX_GROUPS > 2:
-        # Rows of a third warpgroup's tile count for more than a wider tile does.
-        most = min(MAX_ROWS, MAX_COLUMNS_OF_3_GROUPS // num_heads)
     num_tiles = -(-num_queries // most)
     return -(-num_queries // num_tiles) if num_tiles <= MAX_ROWS else most
-
-
-def groups_of_tile(num_rows: int, num_heads: int) -> int:
-    """Warpgroups that score tiles of so many rows."""
-    return MAX_GROUPS if num_rows * num_heads <= MAX_COLUMNS_OF_3_GROUPS else 2
 
 
 def _aligned(tensor: torch.Tensor) -> torch.Tensor:

@@ -343,12 +343,18 @@ def test_launch_hands_over_what_the_caller_gave(
             mask: torch.Tensor | None,
             scores: torch.Tensor,
             num_queries: int,
+            num_tiles: int,
             softmax_scale: float,
             num_blocks: int,
         ) -> None:
             tensors = (weights, table, lengths, starts)
             dtypes = (variant.weight_dtype, variant.table_dtype, variant.length_dtype)
             assert 1 <= num_blocks <= 132
+            num_sequences = scores.shape[0] // num_queries
+            assert num_tiles == num_sequences * -(-num_queries // variant.num_rows)
+            if variant.has_weight_pairs:
+                assert weights.stride(1) == 1 and not weights.stride(0) % 2
+                assert weights.dtype == torch.float32 and not weights.data_ptr() % 8
             for tensor, dtype in zip(tensors, (*dtypes, variant.start_dtype), strict=True):
                 assert (tensor is None and dtype is None) or tensor.dtype == dtype
             assert q.is_contiguous() and variant.num_rows * variant.num_heads <= 256
@@ -406,25 +412,16 @@ def test_goes_first_only_where_it_was_measured() -> None:
         assert op_module._paged_backends(q)[0].name == op_module._backends(q)[0].name == first
 
 
-@pytest.mark.parametrize("max_groups", [2, 3])
 @pytest.mark.parametrize("num_heads", [16, 32, 64])
-def test_tiles_are_full_or_alike(
-    num_heads: int, max_groups: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_tiles_are_full_or_alike(num_heads: int) -> None:
     pytest.importorskip("cutlass")
-    from glm_compile.ops.indexer_scores import cute_kernel
+    from glm_compile.ops.indexer_scores.cute_kernel import rows_of_tile
 
-    monkeypatch.setattr(cute_kernel, "MAX_GROUPS", max_groups)
-    one_tile = min(8, 256 // num_heads)
+    most = min(8, 256 // num_heads)
     for num_queries in range(1, 200):
-        rows = cute_kernel.rows_of_tile(num_queries, num_heads)
-        most = one_tile
-        if num_queries > one_tile and max_groups == 3:
-            most = min(8, 192 // num_heads)
+        rows = rows_of_tile(num_queries, num_heads)
         assert 1 <= rows <= most
         assert -(-num_queries // rows) == -(-num_queries // most)
-        groups = cute_kernel.groups_of_tile(rows, num_heads)
-        assert groups == (max_groups if rows * num_heads <= 192 else 2)
 
 
 def variants() -> dict[str, Any]:
@@ -435,16 +432,14 @@ def variants() -> dict[str, Any]:
     exact = Variant(torch.bfloat16, num_heads=32, num_rows=6)
     return {
         "fp8": fp8,
+        "fp8, pairs of weights": dataclasses.replace(fp8, has_weight_pairs=True),
         "fp8, one row": dataclasses.replace(fp8, num_rows=1),
-        "fp8, three groups": dataclasses.replace(fp8, num_groups=3),
-        "fp8, one row, three groups": dataclasses.replace(fp8, num_rows=1, num_groups=3),
         "fp8, 8 rows": dataclasses.replace(fp8, num_rows=8),
         "fp8, everything": dataclasses.replace(
-            fp8, num_groups=3, has_mask=True, start_dtype=torch.int64, length_dtype=torch.int64
+            fp8, has_mask=True, start_dtype=torch.int64, length_dtype=torch.int64
         ),
         "bf16": exact,
-        "bf16, three groups": dataclasses.replace(exact, num_groups=3),
-        "bf16, prefill": dataclasses.replace(exact, num_rows=8),
+        "bf16, prefill": dataclasses.replace(exact, num_rows=8, has_weight_pairs=True),
         "bf16, contiguous": dataclasses.replace(
             exact, table_dtype=None, weight_dtype=torch.bfloat16, has_mask=True
         ),
@@ -467,13 +462,11 @@ def compiled(variant: Any, folder: Path) -> CompiledKernel:
     "name",
     [
         "fp8",
+        "fp8, pairs of weights",
         "fp8, one row",
-        "fp8, three groups",
-        "fp8, one row, three groups",
         "fp8, 8 rows",
         "fp8, everything",
         "bf16",
-        "bf16, three groups",
         "bf16, prefill",
         "bf16, contiguous",
         "fp16, 64 heads",
@@ -483,9 +476,15 @@ def test_compiles_without_spills(name: str, tmp_path: Path) -> None:
     variant = variants()[name]
     kernel = compiled(variant, tmp_path)
     assert kernel.stack_bytes == 0
-    # One tile a page: all rows' heads at once, 32 bytes of a key a step.
+    # One tile a page: all rows' heads at once, 32 bytes of a key a step. A warpgroup's first page
+    # is multiplied before the loop.
     kind = {torch.float8_e4m3fn: r"k32\.f32\.e4m3\.e4m3", torch.bfloat16: r"k16\.f32\.bf16\.bf16"}
     operation = kind.get(variant.key_dtype, r"k16\.f32\.f16\.f16")
     products = re.findall(rf"wgmma\.mma_async\.sync\.aligned\.m64n(\d+){operation}", kernel.ptx)
-    assert products == [str(variant.num_columns)] * (4 if variant.is_fp8 else 8)
-    assert kernel.ptx.count("max.NaN.f32") == variant.num_rows * variant.num_heads // 2
+    assert products == [str(variant.num_columns)] * 2 * (4 if variant.is_fp8 else 8)
+    # Once in the loop and once for the last page.
+    assert kernel.ptx.count("max.NaN.f32") == 2 * (variant.num_rows * variant.num_heads // 2)
+    # Of the loops and branches before, none comes from another kernel's data.
+    assert "ld.global" not in kernel.ptx[: kernel.ptx.index("griddepcontrol.wait")]
+    pairs = variant.num_rows * variant.num_heads // 8
+    assert kernel.ptx.count("ld.global.v2.f32") == 2 * pairs * variant.has_weight_pairs
