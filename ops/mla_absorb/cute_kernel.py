@@ -169,6 +169,10 @@ class MlaAbsorbKernel:
         if lane == 0:
             cute.arch.mbarrier_init(is_full, 1)
             cute.arch.mbarrier_init_fence()
+        # Costs nothing: the machine code initialises for the warp as a whole, which race checkers
+        # take for another lane's write.
+        cute.arch.sync_warp()
+        if lane == 0:
             cute.arch.mbarrier_arrive_and_expect_tx(is_full, self.part_bytes)
         cute.arch.sync_warp()
         first_row = head * head_rows + skipped_rows

@@ -51,17 +51,27 @@ def library(q_nope, q_rot, o, weight):
     return torch.cat([absorbed, q_rot], -1), torch.einsum("...hl,hvl->...hv", o, w_uv)
 
 
-def check(inputs, backend=None):
-    """Both ops with errors at most twice the library's, mean and largest, plus half a digit.
-
-    A digit of float32 is that of the summands: the order of a sum shows where it cancels out.
-    """
+def run(inputs, backend=None):
+    """Both ops."""
     q_nope, q_rot, o, weight = inputs
     num_values = weight.shape[0] // q_nope.shape[-2] - q_nope.shape[-1]
-    outputs = (
+    return (
         absorb_query(q_nope, q_rot, weight, backend=backend),
         project_values(o, weight, num_values=num_values, backend=backend),
     )
+
+
+def check(inputs, backend=None):
+    """Both ops with errors like the library's."""
+    return check_outputs(run(inputs, backend), inputs)
+
+
+def check_outputs(outputs, inputs):
+    """Errors at most twice the library's, mean and largest, plus half a digit.
+
+    A digit of float32 is that of the summands: the order of a sum shows where it cancels out.
+    """
+    _, q_rot, _, weight = inputs
     least = 1.0 if weight.dtype == torch.float32 else 2.0**-6
     for output, plain, expected in zip(outputs, library(*inputs), oracles(*inputs), strict=True):
         assert output.is_contiguous() and output.dtype == plain.dtype

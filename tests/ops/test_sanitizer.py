@@ -1,4 +1,7 @@
-"""Kernels under compute-sanitizer, on cases small enough for it: bad addresses, races, barriers."""
+"""Kernels under compute-sanitizer, on cases small enough for it: bad addresses, races, barriers.
+
+What is expected is computed on the CPU: cuBLAS's products of bf16 break off under racecheck.
+"""
 
 from __future__ import annotations
 
@@ -21,8 +24,8 @@ class Script:
     Attributes:
         kernels: what the names of the kernels to look at have in common.
         code: checks its results against the reference, so that what is looked at did run.
-        tools: that follow what the kernels do; racecheck knows no barriers that asynchronous copies
-            of a few bytes arrive at.
+        tools: that follow what the kernels do. Racecheck knows no barriers that asynchronous stores
+            to a peer arrive at; see `test_racecheck_still_reports_right_handovers` for more.
     """
 
     kernels: str
@@ -98,19 +101,37 @@ from glm_compile.ops.moe import moe_experts
 from tests.ops.test_moe import check_error, make_inputs
 
 for tokens, sizes, ids in ((1, (3, 64, 24, 2), "topk"), (11, (5, 520, 40, 8), "any")):
-    inputs = make_inputs(tokens, *sizes, device="cuda", ids=ids)
-    check_error(moe_experts(*inputs, backend="cute"), *inputs)
+    inputs = make_inputs(tokens, *sizes, ids=ids)
+    output = moe_experts(*(part.cuda() for part in inputs), backend="cute")
+    check_error(output.cpu(), *inputs)
 """,
     ),
     "mla_absorb": Script(
         "MlaAbsorbKernel",
         """
-import torch
-from tests.ops.test_mla_absorb import check, make_inputs
+from tests.ops.test_mla_absorb import check_outputs, make_inputs, run
 
 for rows, sizes in (((1,), (3, 32, 6, 64, 48)), ((2, 5), (8, 192, 64, 512, 256))):
-    check(make_inputs(rows, sizes, device="cuda"), "cute")
+    inputs = make_inputs(rows, sizes)
+    outputs = run([part.cuda() for part in inputs], "cute")
+    check_outputs([output.cpu() for output in outputs], inputs)
 """,
+    ),
+    "sparse_mla_decode": Script(
+        "SparseMlaKernel",
+        """
+from tests.ops.test_sparse_mla import assert_close
+from tests.ops.test_sparse_mla_cute import decode, make_cute_case
+
+for kind, cluster, num_slots in (("contiguous", 1, 60), ("table", 1, 300), ("slots", 4, 200)):
+    case = make_cute_case(
+        num_sequences=1, rows_per_sequence=2, num_tokens=300, num_slots=num_slots, device="cpu"
+    )
+    case.indices_RK[0, 5] = -1
+    case.indices_RK[1, 50:] = case.indices_RK[1, 49]
+    assert_close(decode(kind, case.to("cuda"), cluster=cluster).cpu(), case)
+""",
+        ("memcheck", "synccheck"),
     ),
     "sparse_mla_prefill": Script(
         "SparseMlaPrefillKernel",
@@ -124,7 +145,7 @@ for kind in KINDS:
     case.indices_RK[2, 50:] = case.indices_RK[2, 49]
     check_rows(prefill(kind, case), case, [0, 1, 2, 3])
 """,
-        ("memcheck",),
+        ("memcheck", "synccheck"),
     ),
     "indexer_prologue": Script(
         "indexer_prologue",
@@ -155,19 +176,41 @@ for got, want in zip(run("triton"), run("reference")):
 }
 
 
+def sanitize(tool: str, kernels: str, code: str) -> subprocess.CompletedProcess[str]:
+    """Run a program under one of the tools, which look at the kernels of this name."""
+    if (sanitizer := shutil.which("compute-sanitizer")) is None:
+        pytest.skip("compute-sanitizer is not installed")
+    # Compilers ask the driver for what it may not have; those answers are no errors of kernels.
+    options = ["--tool", tool, "--error-exitcode", "9", "--report-api-errors", "no"]
+    options += ["--kernel-name", f"kernel_substring={kernels}"]
+    command = [sanitizer, *options, sys.executable, "-c", code]
+    return subprocess.run(
+        command, capture_output=True, text=True, timeout=300, check=False, cwd=ROOT
+    )
+
+
 @pytest.mark.parametrize("tool", ["memcheck", "racecheck", "synccheck"])
 @pytest.mark.parametrize("name", SCRIPTS)
 def test_sanitizer_finds_nothing(name: str, tool: str) -> None:
-    if (sanitizer := shutil.which("compute-sanitizer")) is None:
-        pytest.skip("compute-sanitizer is not installed")
     script = SCRIPTS[name]
     if tool not in script.tools:
         pytest.skip(f"{tool} does not follow what {script.kernels} does")
-    # Compilers ask the driver for what it may not have; those answers are no errors of kernels.
-    options = ["--tool", tool, "--error-exitcode", "9", "--report-api-errors", "no"]
-    options += ["--kernel-name", f"kernel_substring={script.kernels}"]
-    command = [sanitizer, *options, sys.executable, "-c", script.code]
-    done = subprocess.run(
-        command, capture_output=True, text=True, timeout=300, check=False, cwd=ROOT
-    )
+    done = sanitize(tool, script.kernels, script.code)
     assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-1000:]
+
+
+@pytest.mark.parametrize(
+    ("way", "is_followed"),
+    [("block", True), ("lanes", True), ("lane", False), ("arrive", False)],
+)
+def test_racecheck_still_reports_right_handovers(way: str, is_followed: bool) -> None:
+    """Why racecheck is left out for some: it counts an arrival for the lane alone, not for the warp
+    that has met before it, and takes a barrier that one side only arrives at for none.
+
+    Where this fails for a newer tool, give it the kernels that are left out.
+    """
+    code = f"from tests.ops.handover_kernels import hand_over\nhand_over({way!r})"
+    done = sanitize("racecheck", "HandoverKernel", code)
+    output = done.stdout[-3000:] + done.stderr[-1000:]
+    assert "Traceback" not in output, output
+    assert ("Race reported" not in output) == is_followed, output

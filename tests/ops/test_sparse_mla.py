@@ -44,6 +44,10 @@ class Case:
     def rank(self) -> int:
         return self.latents_BTL.shape[2]
 
+    def to(self, device: str) -> Case:
+        parts = {name: value for name, value in vars(self).items() if name != "rows_per_sequence"}
+        return replace(self, **{name: part.to(device) for name, part in parts.items()})
+
     @property
     def slots_RK(self) -> torch.Tensor:
         """Physical slots of the indices; what is no position stays as it is."""
