@@ -9,6 +9,8 @@ Shape legend: K in features, N out features.
 
 from __future__ import annotations
 
+import functools
+import logging
 from collections.abc import Sequence
 
 import torch
@@ -18,6 +20,8 @@ from glm_compile.ops._library import register_op
 from glm_compile.ops.bf16_linear import run_bf16_linear
 
 __all__ = ["adjacent_block", "merged_linear"]
+
+logger = logging.getLogger(__name__)
 
 
 def merged_linear(
@@ -85,6 +89,22 @@ def adjacent_block(weights: Sequence[torch.Tensor]) -> torch.Tensor | None:
     return torch.as_strided(first, (num_rows, num_columns), (num_columns, 1))
 
 
+def _note_apart(weights: Sequence[torch.Tensor]) -> None:
+    """Say once a process that weights on a GPU are multiplied one by one, and what helps."""
+    if weights[0].is_cuda:
+        _warn_apart(", ".join(str(tuple(weight.shape)) for weight in weights))
+
+
+@functools.cache
+def _warn_apart(shapes: str) -> None:
+    logger.warning(
+        "weights of one input lie apart in memory and are multiplied one by one, which is slower: "
+        "%s. A model that was copied, moved or cast after it was compiled, or that runs code "
+        "compiled for another one, is laid out by glm_compile.merge_weights(model)",
+        shapes,
+    )
+
+
 def _linear(x: torch.Tensor, weight: torch.Tensor, deterministic: bool) -> torch.Tensor:
     x = x.to(weight.dtype)
     if weight.dtype == torch.bfloat16:
@@ -97,6 +117,7 @@ def _merged_linear(
 ) -> torch.Tensor:
     if (block := adjacent_block(weights)) is not None:
         return _linear(x, block, deterministic)
+    _note_apart(weights)
     return torch.cat([_linear(x, weight, deterministic) for weight in weights], dim=-1)
 
 

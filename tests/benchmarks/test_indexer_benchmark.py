@@ -82,6 +82,9 @@ def prepare(kind: str, num_tokens: int, max_len: int, path: str) -> list[tuple[A
         position.fill_(num_cached)
         arguments: tuple[torch.Tensor, ...] = (hidden, cos, sin)
         step: Callable[..., Any]
+        if path != "inductor":
+            # Copies run what was compiled for the first one, which lays out that one's weights.
+            merge_weights(layer)
         if path == "inductor":
             counter = cache.layers[0].indexer_cumulative_length
             arguments = (*arguments, position)
@@ -95,7 +98,6 @@ def prepare(kind: str, num_tokens: int, max_len: int, path: str) -> list[tuple[A
                 options=options if IS_GPU else {**options, "inner": "eager"},
             )
         else:
-            merge_weights(layer)
             lengths = num_cached + 1 + torch.arange(num_tokens, device=device())
             step = ops_step(layer, cache, lengths.int(), has_slots=path == "slots")
         inputs.append((step, *arguments))

@@ -55,6 +55,16 @@ def test_one_product_for_neighbours_and_the_same_numbers(monkeypatch, dtype, sha
         )
 
 
+@pytest.mark.gpu
+def test_gpu_weights_that_lie_apart_are_said_once(caplog):
+    weights = [w.clone() for w in torch.randn(14, 40, device="cuda").split(ROWS)]
+    x = torch.randn(2, 40, device="cuda")
+    for _ in range(2):
+        merged_linear(x, weights)
+    assert len(caplog.records) == 1 and "merge_weights(model)" in caplog.text
+    assert "(5, 40), (1, 40), (8, 40)" in caplog.text
+
+
 def test_the_block_is_a_view():
     weights = _block()
     block = adjacent_block(weights)
