@@ -16,12 +16,14 @@ N n-grams or biased sequences, P tokens of a prefix.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from functools import cached_property
 from typing import Any
 
 import torch
 from transformers.generation import logits_process
+
+from glm_compile.ops.filtered_softmax import filtered_softmax
 
 # Stands where an n-gram is missing; no token equals it.
 _NO_TOKEN = -(1 << 40)
@@ -525,6 +527,25 @@ def runs_on_device(processor: Any) -> bool:
     return is_transformers and type(processor).__name__ in _RULES
 
 
+def _split_filters(processors: Sequence[Any]) -> tuple[int, tuple[float, int, float]]:
+    """How many processors stand before temperature, top-k and top-p; and these three."""
+    values: dict[str, Any] = {}
+    count = len(processors)
+    for name, attribute in (
+        ("TopPLogitsWarper", "top_p"),
+        ("TopKLogitsWarper", "top_k"),
+        ("TemperatureLogitsWarper", "temperature"),
+    ):
+        last = processors[count - 1] if count else None
+        is_usual = getattr(last, "filter_value", -math.inf) == -math.inf
+        is_usual &= getattr(last, "min_tokens_to_keep", 1) == 1
+        if type(last).__name__ == name and is_usual:
+            values[attribute] = getattr(last, attribute)
+            count -= 1
+    filters = values.get("temperature", 1.0), values.get("top_k", 0), values.get("top_p", 1.0)
+    return count, filters
+
+
 class DeviceProcessors:
     """Logits to scores in float32 on the device.
 
@@ -550,9 +571,11 @@ class DeviceProcessors:
         self, processors: Iterable[Any], *, prompt_BW: torch.Tensor, vocab_size: int
     ) -> None:
         # Tensors made in inference mode could not be written in a later call outside of it.
+        processors = list(processors)
         with torch.inference_mode(False), torch.no_grad():
             call = Call(prompt_BW, vocab_size)
             self.rules = [_RULES[type(p).__name__](p, call) for p in processors]
+        self._num_first, self._filters = _split_filters(processors)
         self.needs_text = any(rule.reads_text for rule in self.rules)
         self.signature = tuple(rule.signature for rule in self.rules)
 
@@ -570,9 +593,31 @@ class DeviceProcessors:
             text_BW: tokens, with the drafts behind them.
             starts_B: columns of each text, without drafts.
         """
-        scores_BSV = logits_BSV.float()
         rows = Rows(text_BW, starts_B, logits_BSV.shape[1], num_drafts)
-        for rule in self.rules:
+        return self._apply(self.rules, logits_BSV.float(), rows)
+
+    def probabilities(
+        self,
+        logits_BSV: torch.Tensor,
+        text_BW: torch.Tensor,
+        starts_B: torch.Tensor,
+        num_drafts: int = 0,
+    ) -> torch.Tensor:
+        """Softmax [B,S,V] of the same scores, in float32.
+
+        A temperature, top-k and top-p at the end of the list, which is where transformers puts
+        them, are one op with the softmax (`filtered_softmax`): of several tokens with equal scores
+        at top-p's edge it keeps those of the highest ids, transformers those that its sort happens
+        to place there.
+        """
+        rows = Rows(text_BW, starts_B, logits_BSV.shape[1], num_drafts)
+        if first := self.rules[: self._num_first]:
+            logits_BSV = self._apply(first, logits_BSV.float(), rows)
+        return filtered_softmax(logits_BSV.flatten(0, 1), *self._filters).view(logits_BSV.shape)
+
+    @staticmethod
+    def _apply(rules: Sequence[Rule], scores_BSV: torch.Tensor, rows: Rows) -> torch.Tensor:
+        for rule in rules:
             scores_BSV = rule(scores_BSV, rows)
         return scores_BSV
 

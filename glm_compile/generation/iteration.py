@@ -125,11 +125,12 @@ class Iteration:
     ) -> Block:
         """Accept, clip and append a block; that of the prompt has no drafts."""
         state = self.state
-        scores_BSV = self._process(logits_BSV, view, 0)
         num_tokens_B, has_weight_B = None, None
         if self.do_sample:
-            tokens_BS, num_tokens_B, has_weight_B = self._draw(probabilities(scores_BSV), drafts_Bk)
+            scores_BSV, probs_BSV = self._distribution(logits_BSV, view, 0)
+            tokens_BS, num_tokens_B, has_weight_B = self._draw(probs_BSV, drafts_Bk)
         else:
+            scores_BSV = self._process(logits_BSV, view, 0)
             tokens_BS = row_argmax(scores_BSV)
         rules = self.processor if isinstance(self.processor, DeviceProcessors) else None
         # Before the counts move on; without rules nobody asks for it.
@@ -195,13 +196,12 @@ class Iteration:
         num_proposed = self.num_drafts if num_proposed is None else num_proposed
         drafts, probs = [], []
         for step in range(num_proposed):
-            scores_B1V = self._process(logits_B1V, view, step)
             if self.do_sample:
-                probs_B1V = probabilities(scores_B1V)
+                _, probs_B1V = self._distribution(logits_B1V, view, step)
                 probs.append(probs_B1V)
                 draft_B1 = self._draw_draft(probs_B1V, step)
             else:
-                draft_B1 = row_argmax(scores_B1V)
+                draft_B1 = row_argmax(self._process(logits_B1V, view, step))
             drafts.append(draft_B1)
             if self.processor.needs_text:
                 ends_B1 = (state.prompt_width + state.counts_B + step)[:, None]
@@ -261,6 +261,27 @@ class Iteration:
         )
         return draft_B[:, None]
 
+    def _distribution(
+        self, logits_BSV: torch.Tensor, view: HostView | None, num_drafts_before: int
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Scores, if anybody asks for them, and probabilities."""
+        state, processor = self.state, self.processor
+        if state.row_keys_B is None or not isinstance(processor, DeviceProcessors):
+            scores_BSV = self._process(logits_BSV, view, num_drafts_before)
+            return scores_BSV, probabilities(scores_BSV)
+        scores_BSV = logits_BSV
+        if self.keeps_block:
+            scores_BSV = self._process(logits_BSV, view, num_drafts_before)
+        probs_BSV = processor.probabilities(
+            logits_BSV, state.text_BW, self._starts(processor), num_drafts_before
+        )
+        return scores_BSV, probs_BSV
+
+    def _starts(self, processor: DeviceProcessors) -> torch.Tensor:
+        """Columns of each row's text; anything where no processor looks at it."""
+        counts_B = self.state.counts_B
+        return self.state.prompt_width + counts_B if processor.needs_text else counts_B
+
     def _process(
         self, logits_BSV: torch.Tensor, view: HostView | None, num_drafts_before: int
     ) -> torch.Tensor:
@@ -269,10 +290,8 @@ class Iteration:
         if isinstance(processor, DeviceProcessors):
             if not processor.rules and not self.do_sample and not self.keeps_block:
                 return logits_BSV  # the same argmax in any dtype
-            ends_B = state.counts_B
-            if processor.needs_text:
-                ends_B = state.prompt_width + ends_B
-            return processor(logits_BSV, state.text_BW, ends_B, num_drafts_before)
+            starts_B = self._starts(processor)
+            return processor(logits_BSV, state.text_BW, starts_B, num_drafts_before)
         assert view is not None
         return processor(
             logits_BSV,

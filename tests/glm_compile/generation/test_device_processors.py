@@ -249,3 +249,35 @@ def test_a_penalty_has_an_entry_for_each_sequence() -> None:
     penalty.prompt_ignore_length = torch.tensor([0, 4])
     with pytest.raises(ValueError, match="each of 3 sequences, got 2"):
         device([penalty], ids)
+
+
+@pytest.mark.parametrize(
+    ("names", "num_first"),
+    [
+        ((), 0),
+        (("temperature",), 0),
+        (("repetition", "temperature", "top k", "top p"), 1),
+        (("top k", "temperature"), 1),
+        (("temperature", "top k", "top p", "min p"), 4),
+        (("bad words", "top p"), 1),
+    ],
+)
+def test_probabilities_are_the_softmax_of_the_scores(
+    names: tuple[str, ...], num_first: int
+) -> None:
+    ids = prompts()
+    rules = device([PROCESSORS[name](ids) for name in names], ids)
+    assert rules._num_first == num_first
+    text = torch.cat([ids, torch.randint(0, VOCAB, (3, 5))], dim=1)
+    logits, starts = torch.randn(3, 4, VOCAB), torch.tensor([WIDTH, WIDTH - 2, WIDTH + 1])
+    expected = rules(logits, text, starts, 1).softmax(-1)
+    assert torch.equal(rules.probabilities(logits, text, starts, 1), expected)
+
+
+def test_unusual_filters_are_left_to_transformers() -> None:
+    ids = prompts()
+    for unusual in (
+        lp.TopKLogitsWarper(3, filter_value=-50.0),
+        lp.TopPLogitsWarper(0.5, min_tokens_to_keep=4),
+    ):
+        assert device([unusual], ids)._num_first == 1
