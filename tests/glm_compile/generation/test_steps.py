@@ -13,6 +13,7 @@ from torch._dynamo.testing import CompileCounterWithBackend
 import glm_compile
 from glm_compile.cache import PagedCache
 from glm_compile.errors import UnsupportedError
+from glm_compile.generation import loop
 from glm_compile.generation.steps import MtpSteps, Steps, select_row, unwrap_compiled
 from tests.glm_compile.generation.drafts import greedy_reference, padded, prompt_of, random_mtp
 from tests.tiny_models import tiny_config, tiny_model
@@ -129,6 +130,20 @@ def test_graphs_are_counted_per_batch_size(model: Any) -> None:
     for batch_size in (1, 2, 3):
         got = glm_compile.generate(compiled, ids.expand(batch_size, -1), max_new_tokens=2)
         assert got.shape == (batch_size, 11)
+
+
+def test_parts_of_a_prompt_are_one_graph(model: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    counter = CompileCounterWithBackend("eager")
+    compiled = torch.compile(model, backend=counter, fullgraph=True)
+    mtp, ids = random_mtp(model), prompt_of(21)
+    call: dict[str, Any] = {"mtp": mtp, "num_draft_tokens": 2, "max_new_tokens": 4}
+    whole = glm_compile.generate(compiled, ids, **call)
+    before = counter.frame_count
+    monkeypatch.setattr(loop, "MIN_CHUNK", 1)
+    for num_rows in (8, 5, 4):  # the last part has 5, 1 and 1 columns, or would have
+        monkeypatch.setattr(loop, "MAX_PROMPT_ROWS", num_rows)
+        assert torch.equal(glm_compile.generate(compiled, ids, **call), whole)
+    assert counter.frame_count == before
 
 
 def test_select_row() -> None:
