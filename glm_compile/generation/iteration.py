@@ -220,12 +220,10 @@ class Iteration:
         if held_B is not None:
             self.cache.set_lengths(held_B)
         relay = [bonus_B[:, None], *drafts]
-        if num_proposed == self.num_drafts:
-            torch.cat(relay, dim=1, out=state.block_BS)
-        else:
-            state.block_BS[:, : 1 + num_proposed].copy_(torch.cat(relay, dim=1))
-        if state.draft_probs_BkV is not None:
-            state.draft_probs_BkV[:, :num_proposed].copy_(torch.cat(probs, dim=1))
+        is_full = num_proposed == self.num_drafts
+        _cat_into(state.block_BS if is_full else state.block_BS[:, : 1 + num_proposed], relay)
+        if (into := state.draft_probs_BkV) is not None:
+            _cat_into(into if is_full else into[:, :num_proposed], probs)
 
     @staticmethod
     def _columns(values_BS: torch.Tensor, num_drafts: int | None) -> torch.Tensor:
@@ -300,3 +298,11 @@ class Iteration:
             view.active,
             num_drafts_before,
         )
+
+
+def _cat_into(into: torch.Tensor, parts: list[torch.Tensor]) -> None:
+    """Write the parts one behind the other along axis 1."""
+    if into.is_contiguous():
+        torch.cat(parts, dim=1, out=into)
+    else:
+        into.copy_(torch.cat(parts, dim=1))
