@@ -227,8 +227,14 @@ class Iteration:
 
     @staticmethod
     def _columns(values_BS: torch.Tensor, num_drafts: int | None) -> torch.Tensor:
-        """The columns of a block with that many drafts, contiguous."""
-        return values_BS if num_drafts is None else values_BS[:, : 1 + num_drafts].contiguous()
+        """The columns of a block with that many drafts, with strides of their own.
+
+        Also of one row, whose columns count as contiguous as they are: other strides are another
+        graph.
+        """
+        if num_drafts is None:
+            return values_BS
+        return values_BS[:, : 1 + num_drafts].clone(memory_format=torch.contiguous_format)
 
     def _draw(
         self, probs_BSV: torch.Tensor, drafts_Bk: torch.Tensor

@@ -344,7 +344,7 @@ class DecodingLoop:
         for start, stop in self._chunks():
             row_B = (last_B - start).clamp(0, stop - start - 1)
             self.cache.set_lengths(start)
-            ids_BS = prompt.ids_BP[:, start:stop].contiguous()
+            ids_BS = _columns(prompt.ids_BP, start, stop)
             hidden_BSC, chunk_logits_BV = self.target.prompt(ids_BS, row_B, self.cache)
             # Until the chunk that holds a row's last token its choice does not count.
             logits_BV = _choose(last_B >= start, chunk_logits_BV, logits_BV)
@@ -378,7 +378,7 @@ class DecodingLoop:
     ) -> tuple[torch.Tensor, ...]:
         assert self.mtp is not None
         self.cache.set_lengths(start)
-        ids_BS = ahead_BP[:, start : start + hidden_BSC.shape[1]].contiguous()
+        ids_BS = _columns(ahead_BP, start, start + hidden_BSC.shape[1])
         return self.mtp.extend_prompt(ids_BS, hidden_BSC, row_B, self.cache)
 
     def _chunks(self) -> list[tuple[int, int]]:
@@ -393,6 +393,11 @@ class DecodingLoop:
         if width - starts[-1] == 1 and len(starts) > 1 and size > 2:
             starts[-1] -= 1
         return list(zip(starts, [*starts[1:], width]))
+
+
+def _columns(ids_BP: torch.Tensor, start: int, stop: int) -> torch.Tensor:
+    """Columns with strides of their own, also of one row: others are another graph."""
+    return ids_BP[:, start:stop].clone(memory_format=torch.contiguous_format)
 
 
 def _choose(take_new_B: torch.Tensor, new: torch.Tensor, old: torch.Tensor | None) -> torch.Tensor:
