@@ -139,14 +139,14 @@ def test_it_is_an_op_that_compiles() -> None:
 
 
 def check_kernel(
-    device: str, sizes: list[tuple[int, int]], kinds: Any = KINDS, every: int = 1
+    device: str, sizes: list[tuple[int, int]], kinds: Any = KINDS, settings_of: Any = None
 ) -> None:
     for kind in kinds:
         for num_rows, vocab_size in sizes:
             scores = make_scores(kind, num_rows, vocab_size, seed=vocab_size)
             for dtype in (torch.float32, torch.bfloat16):
                 given = scores.to(device, dtype)
-                for settings in SETTINGS[dtype == torch.bfloat16 :: every]:
+                for settings in settings_of(dtype) if settings_of else SETTINGS:
                     got = filtered_softmax(given, *settings, backend="triton")
                     check_exactly(got, given, *settings)
                     if given.is_cuda:
@@ -155,7 +155,7 @@ def check_kernel(
 
 
 def check_kernel_without_distribution(device: str) -> None:
-    for settings in SETTINGS[:5:4]:
+    for settings in SETTINGS[1:5:2]:
         scores = nothing_to_draw(1500).to(device)
         probs = filtered_softmax(scores, *settings, backend="triton")
         assert probs.isnan().all(dim=1).tolist() == [True, True, True, False]
@@ -163,9 +163,10 @@ def check_kernel_without_distribution(device: str) -> None:
 
 
 @pytest.mark.interpreter
-@pytest.mark.parametrize("kind", ["normal", "ties", "few"])
+@pytest.mark.parametrize("kind", ["ties", "few"])
 def test_kernel_keeps_the_contract(kind: str) -> None:
-    check_kernel("cpu", [(1, 1100)], [kind], every=4)
+    few = {torch.float32: [(0.7, 50, 0.95)], torch.bfloat16: [(1.0, 0, 0.6), (1.3, 5, 1.0)]}
+    check_kernel("cpu", [(1, 1100)], [kind], few.__getitem__)
 
 
 @pytest.mark.interpreter

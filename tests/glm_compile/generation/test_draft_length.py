@@ -22,7 +22,7 @@ from tests.glm_compile.generation.drafts import (
 from tests.tiny_models import tiny_config, tiny_model
 
 NUM_DRAFTS = 5
-NEW = 60
+NEW = 46
 
 
 @pytest.fixture(scope="module")
@@ -115,7 +115,7 @@ def test_a_block_that_ends_all_sequences_teaches_nothing() -> None:
 
 def in_phases(iteration: int, row: int) -> int:
     """First all drafts are right, then none, at the end all again."""
-    return 0 if 3 <= iteration < 35 else NUM_DRAFTS
+    return 0 if 2 <= iteration < 30 else NUM_DRAFTS
 
 
 def decode(model: Any, texts: Any, mtp: Any = None, **kwargs: Any) -> Any:
@@ -139,7 +139,7 @@ def test_greedy_text_is_that_of_a_fixed_length(
     assert set(tried[1]) <= {5, 3, 1}
     # Fewer tokens went through the model for about as many iterations.
     count = adaptive.num_iterations
-    assert sum(1 + k for k in tried[1][:count]) < 0.75 * 6 * fixed.num_iterations
+    assert sum(1 + k for k in tried[1][:count]) < 0.8 * 6 * fixed.num_iterations
     assert count <= 1.2 * fixed.num_iterations
 
 
@@ -148,7 +148,7 @@ CASES: dict[str, dict[str, Any]] = {
     "eos": {"eos_token_id": list(range(1, VOCAB, 40))},
     "scores": {"output_scores": True, "output_logits": True},
     "processors": {"repetition_penalty": 1.4, "no_repeat_ngram_size": 3},
-    "criterion": {"stopping_criteria": [lambda ids, scores: ids[:, -1] + ids.shape[1] > 545]},
+    "criterion": {"stopping_criteria": [lambda ids, scores: ids[:, -1] + ids.shape[1] > 535]},
     "own processor": {"logits_processor": [lambda ids, scores: scores.roll(1, dims=-1)]},
     "sampling": {"do_sample": True, "temperature": 3.0},
     "indexer in every draft step": {"index_share": False},
