@@ -17,6 +17,11 @@ FP8 pages: so do the quantisation of q and the folding of q's scale. The cache i
     q, weights, pages' = glm.indexer_prologue_paged(..., pages, block_table, lengths)
     q8, weights, pages' = glm.indexer_prologue_fp8(..., pages, block_table, lengths)
 
+Where weights_proj is kept in fp32 and reads a cast of the layer's input, the projection is an op
+too, since the library takes a launch for the cast and two for the product:
+
+    glm.indexer_gates(x, weights_proj) -> (as above)
+
 Declines where the norm is not a LayerNorm with weight and bias, a cast or another op lies inside, q
 and k are rotated by different tables or in different ways, the gates are scaled below fp32, or
 something else reads a value that would vanish.
@@ -442,10 +447,13 @@ def _arguments(build: Builder, found: Prologue, factor: float = 1.0) -> list[Any
     """Arguments that both ops share, in the order of their schemas."""
     num_heads, head_dim = layouts.shape_of(found.q.x)[2:]
     batch, tokens = build.size(found.q.x, 0), build.size(found.q.x, 1)
+    gates = found.gates
+    if (projection := _fp32_projection(gates)) is not None:
+        gates = build.call(glm.indexer_gates.default, *projection, "")
     return [
         found.q.x,
         build.view(found.norm.x, [batch, tokens, head_dim]),
-        build.view(found.gates, [batch, tokens, num_heads]),
+        build.view(gates, [batch, tokens, num_heads]),
         found.norm.weight,
         found.norm.bias,
         found.norm.eps,
@@ -454,3 +462,15 @@ def _arguments(build: Builder, found: Prologue, factor: float = 1.0) -> list[Any
         found.q.interleaved,
         found.gate_scale * factor,
     ]
+
+
+def _fp32_projection(gates: fx.Node) -> tuple[fx.Node, fx.Node] | None:
+    """(x, weight) of gates that are a linear with an fp32 weight of x cast to fp32, or None."""
+    found = canonical.linear(canonical.peel(gates).source)
+    if found is None or found.bias is not None or found.weight_casts != (torch.float32,):
+        return None
+    if not canonical.is_cast(found.x) or layouts.dtype_of(found.x) != torch.float32:
+        return None
+    x = layouts.args(found.x)[0]
+    is_narrow = layouts.dtype_of(x) in (torch.bfloat16, torch.float16)
+    return (x, found.weight) if is_narrow else None

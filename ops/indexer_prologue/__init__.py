@@ -1,10 +1,11 @@
 """Everything between the indexer's projections and its scores, in one launch.
 
 LayerNorm of the key, RoPE of query and key, the head weights' fp32 scaling, the store of the key
-into a cache; in the FP8 tier also the quantisation of both.
+into a cache; in the FP8 tier also the quantisation of both. And the projection to the head weights
+where it is kept in fp32, which can be part of no other.
 
 Shape legend: B batch, S tokens of the step, T cached tokens, H index heads, D index head dim, P
-rope dim.
+rope dim, C hidden.
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ from glm_compile.ops import _dispatch
 from glm_compile.ops._bounds import INDEX_DTYPES
 from glm_compile.ops._library import register_op
 from glm_compile.ops.indexer_prologue.reference import (
+    indexer_gates_reference,
     indexer_prologue_fp8_reference,
     indexer_prologue_paged_reference,
     indexer_prologue_reference,
@@ -26,6 +28,7 @@ from glm_compile.ops.indexer_prologue.reference import (
 from glm_compile.ops.paged_cache import PAGE_SIZE, check_key_pages
 
 __all__ = [
+    "indexer_gates",
     "indexer_prologue",
     "indexer_prologue_fp8",
     "indexer_prologue_paged",
@@ -250,6 +253,35 @@ def indexer_prologue_fp8(
     )
 
 
+def indexer_gates(
+    x: torch.Tensor, weight_HC: torch.Tensor, *, backend: str | None = None
+) -> torch.Tensor:
+    """Head gates of a layer whose weights_proj is in fp32: x W^T in fp32, x in any dtype.
+
+    One launch for few rows, where the library takes a cast and a product in two parts. The sum
+    over C is in fp32 and in one order.
+
+    Args:
+        x: floating [..., C], any strides.
+        weight_HC: fp32, any strides.
+        backend: force `triton` or `reference`.
+
+    Returns:
+        fp32 [..., H], contiguous.
+    """
+    if weight_HC.dim() != 2 or weight_HC.dtype != torch.float32:
+        raise ValueError(
+            f"indexer_gates: weight must be float32 [H, C], got {weight_HC.dtype} "
+            f"{tuple(weight_HC.shape)}"
+        )
+    if not x.dim() or x.shape[-1] != weight_HC.shape[1] or not x.is_floating_point():
+        raise ValueError(
+            f"indexer_gates: x must be floating [..., {weight_HC.shape[1]}], got {x.dtype} "
+            f"{tuple(x.shape)}"
+        )
+    return _indexer_gates_op(x, weight_HC, backend or "")
+
+
 def _check(
     op: str,
     q: torch.Tensor,
@@ -309,6 +341,8 @@ def _check_key_dtype(op: str, keys: torch.Tensor, k: torch.Tensor) -> None:
 _TRITON_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 # A program holds a whole head.
 _MAX_TRITON_HEAD_DIM = 1024
+# The loop over the columns is unrolled.
+_MAX_TRITON_HIDDEN = 16_384
 
 
 def _why_not_triton(
@@ -335,6 +369,20 @@ def _why_not_triton(
 
 def _why_not_triton_fp8(q_BSHD: torch.Tensor, *rest: Any) -> str | None:
     return _dispatch.why_no_fp8(q_BSHD) or _why_not_triton(q_BSHD, *rest)
+
+
+# Rows up to which the kernel was written: it has no tensor core's work to do.
+_MAX_GATE_ROWS = 64
+
+
+def _why_not_triton_gates(x: torch.Tensor, weight_HC: torch.Tensor) -> str | None:
+    if x.dtype not in _TRITON_DTYPES:
+        return f"the kernel takes float32, bfloat16 and float16, got {x.dtype}"
+    if x.numel() > _MAX_GATE_ROWS * x.shape[-1]:
+        return f"written for at most {_MAX_GATE_ROWS} rows, got {x.numel() // x.shape[-1]}"
+    if not 0 < x.shape[-1] <= _MAX_TRITON_HIDDEN:
+        return f"the kernel takes 1 to {_MAX_TRITON_HIDDEN} columns, got {x.shape[-1]}"
+    return _dispatch.why_no_triton(x, weight_HC)
 
 
 def _triton(name: str) -> Callable[..., Any]:
@@ -364,6 +412,7 @@ _BACKENDS = {
     "indexer_prologue_fp8": _backends(
         "indexer_prologue_fp8", indexer_prologue_fp8_reference, _why_not_triton_fp8
     ),
+    "indexer_gates": _backends("indexer_gates", indexer_gates_reference, _why_not_triton_gates),
 }
 
 
@@ -403,6 +452,10 @@ def _indexer_prologue_fp8_fake(
     )
 
 
+def _indexer_gates_fake(x: torch.Tensor, weight_HC: torch.Tensor, *_rest: Any) -> torch.Tensor:
+    return x.new_empty((*x.shape[:-1], weight_HC.shape[0]), dtype=torch.float32)
+
+
 _SHARED_SCHEMA = (
     "Tensor q_BSHD, Tensor k_BSD, Tensor gates_BSH, Tensor norm_weight_D, Tensor norm_bias_D, "
     "float norm_eps, Tensor cos_BSP, Tensor sin_BSP, bool interleaved, float gate_scale"
@@ -429,4 +482,9 @@ _indexer_prologue_fp8_op = register_op(
     f"indexer_prologue_fp8({_SHARED_SCHEMA}, {_PAGES_SCHEMA}, str backend) -> (Tensor, Tensor)",
     _implementation("indexer_prologue_fp8"),
     _indexer_prologue_fp8_fake,
+)
+_indexer_gates_op = register_op(
+    "indexer_gates(Tensor x, Tensor weight_HC, str backend) -> Tensor",
+    _implementation("indexer_gates"),
+    _indexer_gates_fake,
 )

@@ -18,6 +18,11 @@ from glm_compile.ops.paged_cache.reference import (
 )
 
 
+def indexer_gates_reference(x: torch.Tensor, weight_HC: torch.Tensor) -> torch.Tensor:
+    """x W^T in fp32."""
+    return F.linear(x.float(), weight_HC).contiguous()
+
+
 def rope_reference(
     x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, interleaved: bool
 ) -> torch.Tensor:

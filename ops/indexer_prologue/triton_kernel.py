@@ -362,3 +362,68 @@ def indexer_prologue_fp8_triton(*args: Any) -> tuple[torch.Tensor, torch.Tensor]
     *prologue, gate_scale, pages, table, lengths = args
     prologue.append(gate_scale * args[0].shape[3] ** -0.5)
     return launch(*prologue, to=FP8_PAGES, keys=pages, table=table, positions=lengths)
+
+
+@triton.jit(do_not_specialize=["num_rows"])
+def indexer_gates_kernel(
+    x,
+    stride_xm,
+    stride_xc,
+    weight,
+    stride_wh,
+    stride_wc,
+    output,
+    num_rows,
+    H: tl.constexpr,
+    C: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_C: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    """One head of a few rows."""
+    head = tl.program_id(0).to(tl.int64)
+    row = tl.program_id(1).to(tl.int64) * BLOCK_M + tl.arange(0, BLOCK_M)
+    x += row[:, None] * stride_xm
+    weight += head * stride_wh
+    if PDL:
+        gdc_wait()
+        gdc_launch_dependents()
+    total = tl.zeros((BLOCK_M, BLOCK_C), tl.float32)
+    for first in tl.static_range(0, C, BLOCK_C):
+        column = first + tl.arange(0, BLOCK_C)
+        is_read = (row[:, None] < num_rows) & (column[None, :] < C)
+        factors = tl.load(weight + column * stride_wc, mask=column < C, other=0.0)
+        values = tl.load(x + column[None, :] * stride_xc, mask=is_read, other=0.0)
+        total += values.to(tl.float32) * factors[None, :]
+    tl.store(output + row * H + head, tl.sum(total, 1), mask=row < num_rows)
+
+
+# Rows and columns of a program at a time: 64 values a thread.
+_GATE_ROWS, _GATE_COLUMNS, _GATE_WARPS = 8, 2048, 8
+
+
+def indexer_gates_triton(x: torch.Tensor, weight_HC: torch.Tensor) -> torch.Tensor:
+    """Launch a program for each head and 8 rows."""
+    num_heads, num_columns = weight_HC.shape
+    output = torch.empty((*x.shape[:-1], num_heads), dtype=torch.float32, device=x.device)
+    if not output.numel():
+        return output
+    x_MC = x.reshape(-1, num_columns)
+    num_rows = x_MC.shape[0]
+    has_pdl = _has_pdl(x.device)
+    indexer_gates_kernel[(num_heads, triton.cdiv(num_rows, _GATE_ROWS))](
+        x_MC,
+        *x_MC.stride(),
+        weight_HC,
+        *weight_HC.stride(),
+        output,
+        num_rows,
+        H=num_heads,
+        C=num_columns,
+        BLOCK_M=_GATE_ROWS,
+        BLOCK_C=min(_GATE_COLUMNS, triton.next_power_of_2(num_columns)),
+        PDL=has_pdl,
+        num_warps=_GATE_WARPS,
+        **({"launch_pdl": True} if has_pdl else {}),
+    )
+    return output

@@ -13,6 +13,7 @@ from transformers.models.glm_moe_dsa.modeling_glm_moe_dsa import apply_rotary_po
 from transformers.models.llama.modeling_llama import apply_rotary_pos_emb
 
 from glm_compile.ops.indexer_prologue import (
+    indexer_gates,
     indexer_prologue,
     indexer_prologue_fp8,
     indexer_prologue_paged,
@@ -597,3 +598,60 @@ def test_kernels_compile_without_spilling(arch, to, interleaved, num_tokens):
     # Both roles wait for the kernel before, and let the next one start.
     for instruction in ("griddepcontrol.wait", "griddepcontrol.launch_dependents"):
         assert compiled.ptx.count(instruction) == 2 * config.is_early
+
+
+def _check_gates(gates, x, weight):
+    """Sums of C products in fp32, in whatever order."""
+    assert gates.dtype == torch.float32 and gates.is_contiguous()
+    expected = x.double().cpu() @ weight.double().cpu().T
+    sizes = x.double().abs().cpu() @ weight.double().abs().cpu().T
+    assert ((gates.double().cpu() - expected).abs() <= 2**-19 * sizes).all()
+
+
+@pytest.mark.parametrize("shape", [(6, 40), (2, 3, 40), (0, 40), (40,)])
+def test_gates_in_fp32(shape):
+    x, weight = torch.randn(shape).bfloat16(), torch.randn(5, 40)
+    gates = indexer_gates(x, weight)
+    assert gates.shape == (*shape[:-1], 5)
+    _check_gates(gates, x, weight)
+    torch.library.opcheck(torch.ops.glm.indexer_gates.default, (x, weight, ""))
+
+
+def test_gates_refuse_what_is_no_fp32_projection():
+    with pytest.raises(ValueError, match=r"weight must be float32 \[H, C\], got torch.bfloat16"):
+        indexer_gates(torch.randn(2, 8), torch.randn(3, 8).bfloat16())
+    with pytest.raises(ValueError, match=r"x must be floating \[..., 8\], got torch.float32"):
+        indexer_gates(torch.randn(2, 9), torch.randn(3, 8))
+
+
+@pytest.mark.parametrize("device", TRITON_DEVICES)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("shape, num_heads", [((6, 6144), 32), ((1, 1, 33), 1), ((3, 7, 2500), 4)])
+def test_triton_gates(device, dtype, shape, num_heads):
+    x = torch.randn(shape).to(dtype)
+    weight = torch.randn(shape[-1], num_heads).T
+    x, weight = _to(device, (x.transpose(0, -2).contiguous().transpose(0, -2), weight))
+    gates = indexer_gates(x, weight, backend="triton")
+    assert gates.shape == (*shape[:-1], num_heads)
+    _check_gates(gates, x, weight)
+    assert torch.equal(indexer_gates(x, weight, backend="triton"), gates)
+
+
+@pytest.mark.compile_only
+@pytest.mark.parametrize("arch", ["sm_90a", "sm_100a"])
+def test_kernel_of_the_gates_compiles_without_spilling(arch):
+    from glm_compile.ops.indexer_prologue import triton_kernel as kernels
+    from tests.compile_only import compile_triton
+
+    x = torch.empty(6, 6144, dtype=torch.bfloat16, device="meta")
+    weight = torch.empty(32, 6144, device="meta")
+    compiled = compile_triton(
+        kernels.indexer_gates_kernel,
+        [x, *x.stride(), weight, *weight.stride(), weight, 6],
+        {"H": 32, "C": 6144, "BLOCK_M": 8, "BLOCK_C": 2048, "PDL": True},
+        arch,
+        num_warps=8,
+        launch_pdl=True,
+    )
+    assert compiled.stack_bytes == 0 and compiled.registers <= 255
+    assert compiled.ptx.count("griddepcontrol.wait") == 1
