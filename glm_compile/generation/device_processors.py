@@ -558,7 +558,6 @@ class DeviceProcessors:
         needs_host: never.
         needs_text: whether drafts have to stand behind the text.
         why_host: None.
-        signature: equal for two lists that launch the same work.
 
     Raises:
         ValueError: ids outside the vocabulary.
@@ -577,7 +576,11 @@ class DeviceProcessors:
             self.rules = [_RULES[type(p).__name__](p, call) for p in processors]
         self._num_first, self._filters = _split_filters(processors)
         self.needs_text = any(rule.reads_text for rule in self.rules)
-        self.signature = tuple(rule.signature for rule in self.rules)
+
+    @property
+    def signature(self) -> tuple[Any, ...]:
+        """Equal for two lists that launch the same work."""
+        return tuple(rule.signature for rule in self.rules)
 
     def __call__(
         self,
@@ -631,6 +634,16 @@ class DeviceProcessors:
         for rule, theirs in zip(self.rules, other.rules):
             if rule is not theirs:
                 rule.take(theirs)
+
+    def add_rows(self, num_rows: int) -> None:
+        """Take in that many further sequences, whose scores do not matter."""
+        for rule in self.rules:
+            for name, tensor in rule.tensors.items():
+                # The shape letters say which have a row for each sequence.
+                if name.rpartition("_")[2].startswith("B"):
+                    with torch.inference_mode(False), torch.no_grad():
+                        nothing = tensor.new_zeros(num_rows, *tensor.shape[1:])
+                        rule.tensors[name] = torch.cat([tensor, nothing])
 
     def check_kept(self, kept: Any) -> None:
         """Every token may be kept."""

@@ -35,21 +35,16 @@ def pad_batch(request: Request) -> Request:
         or request.keeps_logits
         or draws_as_transformers
         or not isinstance(request.processor, DeviceProcessors)
-        or _holds_sequences(request.processor)
     )
     if size == batch_size or is_seen:
         return request
+    assert isinstance(request.processor, DeviceProcessors)
+    request.processor.add_rows(size - batch_size)
     return dataclasses.replace(
         request,
         prompt=_pad_prompt(request.prompt, size - batch_size),
         num_padding=size - batch_size,
     )
-
-
-def _holds_sequences(processor: DeviceProcessors) -> bool:
-    """Whether a rule has a row for each sequence: the shape letters of its tensors say so."""
-    names = (name for rule in processor.rules for name in rule.tensors)
-    return any("B" in name.rpartition("_")[2] for name in names)
 
 
 def _pad_prompt(prompt: Prompt, num_rows: int) -> Prompt:

@@ -102,7 +102,6 @@ def test_a_seed_gives_the_same_with_and_without_them(
         {"output_logits": True},
         {"stopping_criteria": [lambda ids, scores, **_: torch.zeros(len(ids), dtype=torch.bool)]},
         {"logits_processor": [lambda ids, scores: scores]},
-        {"repetition_penalty": 1.3},
         {"do_sample": True},
     ],
     ids=lambda fields: next(iter(fields)),
@@ -115,10 +114,23 @@ def test_no_rows_where_somebody_sees_them(
     assert loops[-1].cache.batch_size == 5
 
 
-def test_rules_without_rows_do_not_see_them(model: Any, loops: list[DecodingLoop]) -> None:
+def test_processors_get_rows_too(model: Any, loops: list[DecodingLoop]) -> None:
     ids, mask = prompts(5)
-    run(model, ids, attention_mask=mask, max_new_tokens=3, min_new_tokens=2, suppress_tokens=[4])
+    fields: dict[str, Any] = {
+        "repetition_penalty": 1.6,
+        "encoder_repetition_penalty": 0.7,
+        "encoder_no_repeat_ngram_size": 3,
+        "no_repeat_ngram_size": 2,
+        "min_new_tokens": 4,
+        "suppress_tokens": [4],
+    }
+    with torch.inference_mode():
+        got = run(model, ids, random_mtp(model), attention_mask=mask, num_draft_tokens=2, **fields)
     assert loops[-1].cache.batch_size == 6
+    for b in range(5):
+        # Padding of a prompt counts in transformers: so the same batch, plain.
+        alone = run(model, ids[b : b + 1], attention_mask=mask[b : b + 1], **fields)
+        assert torch.equal(got.sequences[b], alone.sequences[0])
 
 
 def test_what_is_in_them_changes_nothing(
