@@ -7,12 +7,14 @@ from typing import Any
 import pytest
 import torch
 
+import glm_compile
 from glm_compile.generation import api
 from glm_compile.generation.draft_length import AdaptiveDraftLength, draft_lengths
 from glm_compile.generation.loop import DecodingLoop
 from tests.glm_compile.generation.drafts import (
     VOCAB,
     ScriptedMtp,
+    cached_rows,
     greedy_reference,
     padded,
     prompt_of,
@@ -174,6 +176,29 @@ def test_a_host_that_runs_ahead_chooses_the_same(
             assert len(getattr(results[0], name)) == NEW
             for ours, theirs in zip(getattr(results[0], name), getattr(results[1], name)):
                 torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-4)
+
+
+def test_caches_equal_ones_rebuilt_from_scratch(
+    model: Any, texts: list[list[int]], loops: list[DecodingLoop]
+) -> None:
+    """Also those of the MTP layer, behind blocks of all lengths."""
+    inner = random_mtp(model)
+    decode(model, texts, ScriptedMtp(texts, in_phases, VOCAB, inner=inner))
+    loop = loops[-1]
+    assert len(set(loop._num_verified)) == 3
+    for b, text in enumerate(texts):
+        length = int(loop.cache.lengths[b])
+        ids = torch.tensor([text[: length + 1]])
+        fresh = glm_compile.PagedCache(model.config, 1, 64, num_mtp_layers=1)
+        fresh.auto_advance = False
+        hidden, _ = loop.target.prompt(ids[:, :-1], torch.zeros(1, dtype=torch.long), fresh)
+        inner.extend(ids[:, 1:], hidden, torch.arange(length)[None], None, fresh)
+        fresh.set_lengths(length)
+        for layer in range(len(fresh.layers)):
+            for ours, rebuilt in zip(
+                cached_rows(loop.cache, layer, b), cached_rows(fresh, layer, 0)
+            ):
+                torch.testing.assert_close(ours, rebuilt, rtol=1e-4, atol=1e-4)
 
 
 def test_one_draft_cannot_be_fewer(model: Any, texts: list[list[int]], loops: list[Any]) -> None:
