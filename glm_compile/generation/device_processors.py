@@ -9,8 +9,8 @@ be launched ahead of their results, and captured in a CUDA graph.
 A rule's constants are fixed in a captured iteration. Its tensors (masks over the vocabulary,
 limits, what a sequence has said so far) lie at fixed addresses; `take` fills them for another call.
 
-B batch, S rows of a block, V vocabulary, W width of the text buffer, D drafts before the last row,
-N n-grams or biased sequences, P tokens of a prefix.
+B batch, S rows of a block, V vocabulary, W width of the text buffer, N n-grams or biased sequences,
+P tokens of a prefix.
 """
 
 from __future__ import annotations
@@ -24,6 +24,8 @@ import torch
 from transformers.generation import logits_process
 
 from glm_compile.ops.filtered_softmax import filtered_softmax
+from glm_compile.ops.repetition_penalty import note_tokens, repetition_penalty
+from glm_compile.ops.repetition_penalty.reference import in_bin
 
 # Stands where an n-gram is missing; no token equals it.
 _NO_TOKEN = -(1 << 40)
@@ -57,16 +59,6 @@ class Rows:
         """The last tokens of each prefix [B,S,size]; a shorter prefix has others in front."""
         columns_BSP = (self.ends_BS[..., None] + self._range(-size, 0)).clamp_min(0)
         return self.text_BW.gather(1, columns_BSP.flatten(1)).view_as(columns_BSP)
-
-    def drafts(self, none: int) -> torch.Tensor | None:
-        """Drafts in each prefix [B,S,D], `none` where a row has fewer; None without any."""
-        count = self.num_drafts + self.num_rows - 1
-        if count == 0:
-            return None
-        numbers_D = self._range(0, count)
-        tokens_BD = self.text_BW.gather(1, self.starts_B[:, None] + numbers_D)
-        has_SD = numbers_D < self._range(self.num_drafts, count + 1)[:, None]
-        return torch.where(has_SD, tokens_BD[:, None], none)
 
     def _range(self, start: int, end: int) -> torch.Tensor:
         return torch.arange(start, end, device=self.text_BW.device)
@@ -142,12 +134,6 @@ class Call:
             ids_BX.shape[0], self.vocab_size + 1, dtype=torch.bool, device=self.device
         )
         return seen_BV.scatter_(1, in_bin(ids_BX, counts_BX, self.vocab_size), True)
-
-
-def in_bin(ids: torch.Tensor, counts: torch.Tensor | bool, vocab_size: int) -> torch.Tensor:
-    """The ids that count, and the vocabulary's size for the rest."""
-    is_known = (ids >= 0) & (ids < vocab_size) & counts
-    return torch.where(is_known, ids, vocab_size)
 
 
 class _Same:
@@ -337,22 +323,18 @@ class RepetitionPenalty(Rule):
         super().__init__(float(processor.penalty), seen_BV=seen_BV, first_B=first_B)
 
     def __call__(self, scores_BSV: torch.Tensor, rows: Rows) -> torch.Tensor:
-        seen_BSV = self.tensors["seen_BV"][:, None]
-        vocab_size = scores_BSV.shape[-1]
-        if (drafts_BSD := rows.drafts(vocab_size)) is not None:
-            columns_D = torch.arange(drafts_BSD.shape[-1], device=drafts_BSD.device)
-            columns_BD = rows.starts_B[:, None] + columns_D
-            counts_B1D = (columns_BD >= self.tensors["first_B"][:, None])[:, None]
-            seen_BSV = seen_BSV.repeat(1, rows.num_rows, 1)
-            seen_BSV.scatter_(-1, in_bin(drafts_BSD, counts_B1D, vocab_size), True)
-        return penalize(scores_BSV, seen_BSV[..., :vocab_size], self.constants[0])
+        return repetition_penalty(
+            scores_BSV,
+            self.tensors["seen_BV"],
+            rows.text_BW,
+            rows.starts_B,
+            self.tensors["first_B"],
+            rows.num_drafts,
+            self.constants[0],
+        )
 
     def note(self, tokens_BS: torch.Tensor, kept_B: torch.Tensor, starts_B: torch.Tensor) -> None:
-        seen_BV, first_B = self.tensors["seen_BV"], self.tensors["first_B"]
-        offsets_S = torch.arange(tokens_BS.shape[1], device=tokens_BS.device)
-        counts_BS = offsets_S < kept_B[:, None]
-        counts_BS &= starts_B[:, None] + offsets_S >= first_B[:, None]
-        seen_BV.scatter_(1, in_bin(tokens_BS, counts_BS, seen_BV.shape[1] - 1), True)
+        note_tokens(self.tensors["seen_BV"], tokens_BS, kept_B, starts_B, self.tensors["first_B"])
 
 
 class PromptPenalty(Rule):
