@@ -24,6 +24,7 @@ import time
 from collections import deque
 from dataclasses import dataclass
 from itertools import zip_longest
+from typing import Any
 
 import torch
 
@@ -87,8 +88,15 @@ def needed_cache_len(request: Request) -> int:
 
 def calls_the_caller(request: Request) -> bool:
     """Whether code of the caller's own runs between two tokens."""
-    callbacks = [*request.stop.criteria, *([] if request.streamer is None else [request.streamer])]
-    return any(not type(c).__module__.startswith("transformers.generation.") for c in callbacks)
+
+    def is_own(callback: Any) -> bool:
+        if isinstance(callback, list):  # a StoppingCriteriaList is a criterion too
+            return any(map(is_own, callback))
+        return not type(callback).__module__.startswith("transformers.generation.")
+
+    return any(map(is_own, request.stop.criteria)) or (
+        request.streamer is not None and is_own(request.streamer)
+    )
 
 
 class DecodingLoop:

@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import AutoTokenizer
+from transformers import AutoTokenizer, StoppingCriteriaList
 
 import glm_compile
 from glm_compile.generation import api
@@ -356,14 +356,14 @@ def test_an_interrupt_leaves_the_generator_as_transformers_does(model: Any, over
 class Drawing:
     """A streamer and a criterion in one that draw random numbers."""
 
-    def __call__(self, ids: torch.Tensor, scores: Any, **kwargs: Any) -> bool:
+    def __call__(self, ids: torch.Tensor, scores: Any, **kwargs: Any) -> torch.Tensor:
         torch.rand(3)
-        return False
+        return torch.zeros(len(ids), dtype=torch.bool)
 
     put = end = lambda self, *args: torch.rand(2)
 
 
-@pytest.mark.parametrize("place", ["streamer", "stopping_criteria"])
+@pytest.mark.parametrize("place", ["streamer", "stopping_criteria", "list of criteria"])
 def test_a_callback_that_draws(model: Any, loops: list[Any], place: str) -> None:
     """Without drafts it draws in between, as in transformers; with drafts it changes nothing."""
     ids, mtp = prompt_of(12), random_mtp(model)
@@ -371,9 +371,13 @@ def test_a_callback_that_draws(model: Any, loops: list[Any], place: str) -> None
     fields |= {"eos_token_id": None, "pad_token_id": 0}
 
     def text_of(generate: Any, has_callback: bool, **extra: Any) -> Any:
-        callback: Any = Drawing() if place == "streamer" else [Drawing()]
+        own: dict[str, Any] = {
+            "streamer": {"streamer": Drawing()},
+            "stopping_criteria": {"stopping_criteria": [Drawing()]},
+            "list of criteria": {"stopping_criteria": [StoppingCriteriaList([Drawing()])]},
+        }
         torch.manual_seed(3)
-        return generate(ids, **fields, **extra, **({place: callback} if has_callback else {}))
+        return generate(ids, **fields, **extra, **(own[place] if has_callback else {}))
 
     ours = functools.partial(glm_compile.generate, model)
     expected = text_of(model.generate, True)
