@@ -61,7 +61,7 @@ class Variant:
         bin_bits: bits that a round of the histogram tells apart.
         slice_keys: keys of the longest slice.
         buffer_keys: keys that may be selected and fit in shared memory; 0: they stay in registers.
-        rising_keys: keys that a thread samples, and loads at once while the bound rises.
+        sampled_keys: keys that a thread looks at to estimate a bound, before it streams.
         is_vector: rows start at 16 bytes and end at a multiple of 4 keys.
         has_starts, has_plan, has_table: which optional arguments are given.
         lengths_64, starts_64, table_64: int64 instead of int32.
@@ -74,7 +74,7 @@ class Variant:
     bin_bits: int
     slice_keys: int
     buffer_keys: int = 0
-    rising_keys: int = 4
+    sampled_keys: int = 4
     is_vector: bool = True
     has_starts: bool = False
     has_plan: bool = False
@@ -84,7 +84,6 @@ class Variant:
     table_64: bool = False
 
     def __post_init__(self) -> None:
-        step = self.num_threads * self.rising_keys
         if self.source == "registers":
             held = self.num_threads * self.keys_per_thread
             if self.slice_keys > held:
@@ -96,9 +95,10 @@ class Variant:
                     f"topk: a buffer must hold the best {MAX_CUTE_K} and 32 candidates, got "
                     f"{self.buffer_keys}"
                 )
-        elif self.buffer_keys < MAX_CUTE_K + step:
+        elif self.buffer_keys < MAX_CUTE_K + 32 * self.keys_per_thread:
             raise ValueError(
-                f"topk: a buffer must hold the best {MAX_CUTE_K} and a step of {step} keys, got "
+                f"topk: a buffer must hold the best {MAX_CUTE_K} and the "
+                f"{32 * self.keys_per_thread} keys that a warp loads at once, got "
                 f"{self.buffer_keys}"
             )
         if (shared := self.shared_bytes) > _MAX_SHARED_BYTES:

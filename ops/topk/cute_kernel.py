@@ -15,8 +15,9 @@ Where the keys come from differs:
   histogram. Short rows stay there; of longer ones the few keys that may be selected move to a
   buffer in shared memory, which the rest of the work goes through.
 - `filtered`: a slice too long for that is streamed once, and only keys above a bound stay, in the
-  buffer. The bound is estimated from a sample, it decides about speed alone: when too much or too
-  little passes it, the slice is streamed again with a bound that rises as the best k become known.
+  buffer. The bound is estimated from a sample, among equal keys by position as well; it decides
+  about speed alone: when the buffer is full, the best k so far stay and raise the bound; when less
+  than k keys pass, the slice is streamed again without a bound.
 
 `_cute/threshold.py` finds the threshold, `_cute/stream.py` fills the buffer, `_cute/output.py`
 writes.
@@ -38,6 +39,8 @@ from cutlass.memory import SmemAllocator
 from glm_compile.ops._cute import arch_of, compile_kernel
 from glm_compile.ops._cute.device import WARP, clamp_index, load_global, load_global_v4
 from glm_compile.ops.topk._cute.entries import (
+    ANYWHERE,
+    BUFFERED,
     LOWEST,
     VECTOR,
     BufferEntries,
@@ -167,7 +170,7 @@ class TopkKernel(Stream, Output):
         for i in cutlass.range_constexpr(number):
             position = place + len(keys) * self.num_threads
             keys += self._count_scores(shared, self._mask(tiles[i], position, window))
-        entries = RegisterEntries(keys, place, self.num_threads)
+        entries = RegisterEntries(keys, place, self.num_threads * VECTOR)
         t_key, t_position, base, _turn = self._select(
             shared, entries, k, (first, stop), tid, rank, self.cluster, Int32(0)
         )
@@ -192,22 +195,41 @@ class TopkKernel(Stream, Output):
         slice_stop = cutlass.min(slice_first + self._slice_keys(stop - aligned), stop)
         source = (row_address, first, slice_first, slice_stop, num_keys)
         self._begin()
-        bound = self._sampled_bound(shared, source, stop - first, k, tid, rank)
-        turn = Int32(1)
-        count = self._stream(shared, source, bound, tid)
-        if count > self.variant.buffer_keys:
-            count = self._stream_rising(shared, source, bound, k, (first, stop), tid, turn)
-        if bound > Uint32(LOWEST):
+        window = (first, stop)
+        bound, last_equal, turn = self._sampled_threshold(shared, source, window, k, tid, rank)
+        is_tied = last_equal != ANYWHERE
+        place = slice_first + tid * VECTOR
+        all_owe = Int32(1)
+        stopped = place
+        owes = all_owe
+        count = Int32(0)
+        if not is_tied:
+            stopped, owes = self._stream(
+                shared, source, (bound, last_equal), place, all_owe, tid, is_rising=False
+            )
+            count = shared.state[BUFFERED]
+        if is_tied or count > self.variant.buffer_keys:
+            count = self._stream_rising(
+                shared, source, (bound, last_equal), k, window, tid, turn, stopped, owes
+            )
+        if is_tied or bound > Uint32(LOWEST):
             total = count
             if cutlass.const_expr(self.cluster > 1):
                 total = self._cluster_total(shared, count, tid, rank, turn)
                 turn += 1
             if total < k:
-                lowest = Uint32(LOWEST)
-                count = self._stream_rising(shared, source, lowest, k, (first, stop), tid, turn)
+                # The threshold was too high.
+                cute.arch.sync_threads()
+                if tid == 0:
+                    shared.state[BUFFERED] = Int32(0)
+                cute.arch.sync_threads()
+                everything = (Uint32(LOWEST), Int32(ANYWHERE))
+                count = self._stream_rising(
+                    shared, source, everything, k, window, tid, turn, place, all_owe
+                )
         entries = BufferEntries(shared, tid, self.num_threads, holds_keys=False)
         t_key, t_position, base, _turn = self._select(
-            shared, entries, k, (first, stop), tid, rank, self.cluster, turn
+            shared, entries, k, window, tid, rank, self.cluster, turn, is_tied
         )
         self._write_listed(shared, entries, t_key, t_position, base, slice_first, target, tid, rank)
 

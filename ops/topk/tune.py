@@ -61,15 +61,17 @@ def streaming_variants(num_keys: int, cluster: int) -> Iterator[Variant]:
     """Ways to stream a row: threads, keys loaded at once, bits of a bin, buffer, sample."""
     slice_keys = 1 << (-(-num_keys // cluster) - 1).bit_length()
     if cluster > 1:
-        for num_threads, per_thread, rising in (
+        for num_threads, per_thread, sampled in (
             (1024, 8, 4),
             (1024, 16, 4),
             (512, 16, 8),
             (512, 32, 8),
         ):
-            yield Variant("filtered", cluster, num_threads, per_thread, 8, slice_keys, 8192, rising)
+            yield Variant(
+                "filtered", cluster, num_threads, per_thread, 8, slice_keys, 8192, sampled
+            )
         return
-    for num_threads, per_thread, bits, buffer_keys, rising in (
+    for num_threads, per_thread, bits, buffer_keys, sampled in (
         (512, 8, 11, 8192, 8),
         (512, 16, 11, 8192, 8),
         (512, 16, 11, 8192, 4),
@@ -78,7 +80,9 @@ def streaming_variants(num_keys: int, cluster: int) -> Iterator[Variant]:
         (256, 16, 10, 5120, 8),
         (1024, 8, 11, 8192, 4),
     ):
-        yield Variant("filtered", 1, num_threads, per_thread, bits, slice_keys, buffer_keys, rising)
+        yield Variant(
+            "filtered", 1, num_threads, per_thread, bits, slice_keys, buffer_keys, sampled
+        )
 
 
 def candidates(num_rows: int, num_keys: int) -> list[Variant]:
@@ -121,10 +125,12 @@ def measure(scores: torch.Tensor, lengths: torch.Tensor, variant: Variant) -> tu
 
 
 def describe(variant: Variant) -> str:
-    """Short name: source, cluster, threads, keys a thread, bits, buffer, rising keys."""
+    """Short name: source, cluster, threads, keys a thread, bits, buffer, sampled keys."""
     name = f"{variant.source[0]}.C{variant.cluster}.N{variant.num_threads}"
     name += f".V{variant.keys_per_thread}.b{variant.bin_bits}"
-    return name + (f".B{variant.buffer_keys}.r{variant.rising_keys}" if variant.buffer_keys else "")
+    return name + (
+        f".B{variant.buffer_keys}.s{variant.sampled_keys}" if variant.buffer_keys else ""
+    )
 
 
 def tune(num_rows: int, num_keys: int, is_chosen_only: bool = False, show: int = 5) -> str:

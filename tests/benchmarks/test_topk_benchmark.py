@@ -37,7 +37,18 @@ ROWS: dict[str, Callable[[int, int], torch.Tensor]] = {
     "five values": lambda r, t: torch.randint(-2, 3, (r, t), device=device()).float(),
     "one bucket": lambda r, t: 1 + torch.rand(r, t, device=device()) * 1e-4,
     "ascending": lambda r, t: torch.randn(r, t, device=device()).sort(dim=-1).values,
+    "descending": lambda r, t: torch.randn(r, t, device=device()).sort(-1, True).values,
+    "above zeros": lambda r, t: _with_ties(r, t),
+    "ties at end": lambda r, t: (torch.arange(t, device=device()) >= t - K).float().repeat(r, 1),
 }
+
+
+def _with_ties(num_rows: int, num_keys: int) -> torch.Tensor:
+    """Zeros but for K - 1 higher scores, or half the row."""
+    scores = torch.zeros(num_rows, num_keys, device=device())
+    above = torch.randperm(num_keys, device=device())[: min(K - 1, num_keys // 2)]
+    scores[:, above] = 1 + torch.rand(num_rows, len(above), device=device())
+    return scores
 
 
 def glm(scores: torch.Tensor, lengths: torch.Tensor, plan: torch.Tensor) -> torch.Tensor:

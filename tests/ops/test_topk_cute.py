@@ -56,8 +56,8 @@ def test_variant_refuses_what_does_not_fit() -> None:
         Variant("registers", 1, 512, 4, 8, 4096)
     with pytest.raises(ValueError, match="the best 2048 and 32 candidates, got 2048"):
         Variant("registers", 1, 512, 8, 8, 4096, 2048)
-    with pytest.raises(ValueError, match="the best 2048 and a step of 8192 keys, got 8192"):
-        Variant("filtered", 1, 1024, 8, 8, 1 << 15, 8192, 8)
+    with pytest.raises(ValueError, match="the 256 keys that a warp loads at once, got 2303"):
+        Variant("filtered", 1, 1024, 8, 8, 1 << 15, 2303)
     with pytest.raises(ValueError, match="bytes of shared memory do not fit"):
         Variant("filtered", 1, 512, 8, 8, 1 << 21, 8192, 8)
 
@@ -146,12 +146,19 @@ def misleading_sample(num_keys: int, blocks: int = 16) -> torch.Tensor:
     return row
 
 
+def unsampled(num_keys: int) -> torch.Tensor:
+    """Where samples are taken scores are low, elsewhere they rise: most keys pass every bound."""
+    position = torch.arange(num_keys)
+    return torch.where(position % 2048 < 128, -100.0, position / max(num_keys, 1))
+
+
 ROWS: dict[str, Callable[[int], torch.Tensor]] = {
     **topk_oracle.ADVERSARIAL,
     "consecutive floats": lambda n: 1 + torch.randint(0, 3000, (n,)) * 2.0**-23,
     "large": lambda n: torch.randn(n) * 1e30,
     "small": lambda n: torch.randn(n) * 1e-30,
     "misleading sample": misleading_sample,
+    "unsampled": unsampled,
     "descending noise": lambda n: torch.randn(n) - torch.arange(n) / max(n, 1) * 9,
     "ascending noise": lambda n: torch.randn(n) + torch.arange(n) / max(n, 1) * 9,
 }

@@ -72,6 +72,14 @@ def _with_special(num_keys: int, *values: float) -> torch.Tensor:
     return row
 
 
+def _with_ties(num_keys: int, num_above: int, tied: float = 0.0) -> torch.Tensor:
+    """Equal scores but for some higher ones, at random places."""
+    row = torch.full((num_keys,), tied)
+    above = torch.randperm(num_keys)[: min(num_above, num_keys // 2)]
+    row[above] += 1 + torch.rand(len(above))
+    return row
+
+
 NAN = math.nan
 INF = math.inf
 NEGATIVE_NAN = torch.tensor([-1], dtype=torch.int32).view(torch.float32).item()
@@ -98,6 +106,11 @@ ADVERSARIAL: dict[str, Callable[[int], torch.Tensor]] = {
     "descending": lambda n: -torch.arange(n).float(),
     "outlier": lambda n: torch.cat([torch.full((1,), 3e38), torch.randn(n)])[:n],
     "bf16 ties": lambda n: torch.randn(n).bfloat16().float(),
+    "few above ties": lambda n: _with_ties(n, 100, -0.7),
+    "2047 above zeros": lambda n: _with_ties(n, 2047),
+    "ties at the end": lambda n: torch.where(torch.arange(n) < n - 2048, 0.0, 1.5),
+    "all lowest": lambda n: torch.full((n,), torch.finfo(torch.float32).min),
+    "teeth": lambda n: (torch.arange(n) % 1000).float(),
     "all negative": lambda n: -torch.rand(n) - 1,
 }
 

@@ -17,6 +17,8 @@ VECTOR = 4
 LOWEST = 0x00800000
 # The key of zero, of either sign.
 ZERO = 0x80000000
+# The end of a threshold at which all equal keys are kept, wherever they are.
+ANYWHERE = 2**31 - 1
 
 
 @dataclass(frozen=True)
@@ -55,14 +57,14 @@ BIN, ABOVE, COUNT, TOTAL, LISTED, T_KEY, T_POSITION, BUFFERED = range(8)
 
 
 class RegisterEntries:
-    """Keys of a slice that this thread holds; positions are `first` + a fixed offset."""
+    """Keys that this thread holds, in tiles of VECTOR adjacent ones; positions start at `first`."""
 
-    def __init__(self, keys: list, first: Int32, num_threads: int) -> None:
-        self.keys, self.first, self.num_threads = keys, first, num_threads
+    def __init__(self, keys: list, first: Int32, tile_stride: int | Int32) -> None:
+        self.keys, self.first, self.tile_stride = keys, first, tile_stride
 
     def position(self, index: int) -> Int32:
         tile, element = divmod(index, VECTOR)
-        return self.first + (tile * self.num_threads * VECTOR + element)
+        return self.first + (tile * self.tile_stride + element)
 
     def fold(self, body: Any, carry: Any) -> Any:
         """`carry = body(key, position, carry)` over this thread's keys."""

@@ -18,11 +18,13 @@ from glm_compile.ops._cute.device import (
     store_shared_v2,
 )
 from glm_compile.ops.topk._cute.entries import (
+    ANYWHERE,
     BUFFERED,
     LOWEST,
     VECTOR,
     ZERO,
     BufferEntries,
+    RegisterEntries,
     add_to_state,
     is_selected,
     key_of,
@@ -34,14 +36,18 @@ class Stream(Threshold):
     """Methods of the kernel that fill the buffer."""
 
     @cute.jit
-    def _sampled_bound(self, shared, source, num_in_window, k, tid, rank):
-        """Lower bound of the best k that is probably just below the last of them.
+    def _sampled_threshold(self, shared, source, window, k, tid, rank):
+        """A threshold that is probably just beyond the last of the best k: (key, position, turn).
 
         The sample is spread evenly over every slice. With s of the row's n keys in it, k * s / n of
-        the best k are expected there, and the bound leaves room for four standard deviations.
+        the best k are expected there, and the threshold leaves room for four standard deviations.
+        It is the lowest key of a bin, or better where more keys would pass than there is room for;
+        see `_stream` for what the position means.
         """
         row_address, first, slice_first, slice_stop, num_keys = source
-        number = cutlass.const_expr(self.variant.rising_keys // VECTOR)
+        row_first, row_stop = window
+        num_in_window = Float32(cutlass.max(row_stop - row_first, 1))
+        number = cutlass.const_expr(self.variant.sampled_keys // VECTOR)
         lane = cute.arch.lane_idx()
         warp = cute.arch.warp_idx()
         # A warp's keys lie next to each other, those of the warps are spread over the slice.
@@ -54,55 +60,137 @@ class Stream(Threshold):
             place = slice_first + (warp + i * self.num_warps) * gap + lane * VECTOR
             places.append(place)
             tiles.append(self._load_scores(row_address, place, num_keys))
+        keys: list = []
         for i in cutlass.range_constexpr(number):
-            self._count_scores(shared, self._mask(tiles[i], places[i], (first, slice_stop)))
-        sampled = Float32(self.num_threads * self.variant.rising_keys * self.cluster)
-        expected = Float32(k) * sampled / Float32(cutlass.max(num_in_window, 1))
+            keys += self._count_scores(shared, self._mask(tiles[i], places[i], (first, slice_stop)))
+        sampled = Float32(self.num_threads * self.variant.sampled_keys * self.cluster)
+        expected = Float32(k) * sampled / num_in_window
         wanted = Int32(expected + 4.0 * cute.math.sqrt(expected)) + 1
-        bin_index, _above, _count, total = self._find_bin(
+        bin_index, above, count, total = self._find_bin(
             shared, wanted, tid, rank, self.cluster, Int32(0), is_coarse=True
         )
         bound = Uint32(LOWEST)
+        last_equal = Int32(ANYWHERE)
+        turn = Int32(1)
         if wanted <= total:
-            bound, _high = self._coarse_interval(bin_index)
+            bound, high = self._coarse_interval(bin_index)
             bound = cutlass.max(bound, Uint32(LOWEST))
-        return bound
+            # Half of what the buffers hold, or what a sample's scatter explains.
+            room = sampled * Float32(self.cluster * self.variant.buffer_keys // 2) / num_in_window
+            if Float32(above + count) > cutlass.max(room, Float32(2 * wanted)):
+                entries = RegisterEntries(keys, places[0], self.num_warps * gap)
+                bound, last_equal, turn = self._refined_threshold(
+                    shared, entries, window, tid, rank, (bound, high, wanted, above, count)
+                )
+                if last_equal != ANYWHERE:
+                    # The sample says nothing about what follows a warp's keys up to the next ones.
+                    # What is loaded at once is on one side, and the same in all blocks.
+                    last_equal += (row_stop - row_first) // (
+                        number * self.num_warps * self.cluster
+                    ) + chunk
+                    last_equal = slice_first + ((last_equal - slice_first) | (VECTOR - 1))
+        return bound, last_equal, turn
 
     @cute.jit
-    def _stream(self, shared, source, bound, tid):
-        """Append the slice's keys from `bound` up to the buffer; return their number, which may be
-        more than fit: then the buffer is useless."""
-        row_address, first, slice_first, slice_stop, num_keys = source
+    def _refined_threshold(self, shared, entries, window, tid, rank, candidates):
+        """The threshold of scores that are close to each other, or equal: (key, position, turn)."""
+        low, high, wanted, above, count = candidates
+        enough = cutlass.max(wanted // 2, WARP)
+        wanted -= above
+        turn = Int32(1)
+        low, high = self._tighten(shared, entries, low, high, tid, rank, self.cluster, turn)
+        if cutlass.const_expr(self.cluster > 1):
+            turn += 1
+        tied = Uint32(0)
+        by_position = Int32(0)
+        while count > enough:
+            low, high, tied, by_position, wanted, count, turn = self._narrow(
+                shared,
+                entries,
+                window,
+                tid,
+                rank,
+                self.cluster,
+                (low, high, tied, by_position, wanted, count, turn),
+            )
+        last_equal = Int32(ANYWHERE)
+        if by_position != 0:
+            last_equal = low.bitcast(Int32) ^ Int32(-1)
+            low = tied
+        return low, last_equal, turn
+
+    @cute.jit
+    def _stream(self, shared, source, threshold, place, owes, tid, is_rising: cutlass.Constexpr):
+        """Append the slice's keys to the buffer, until they end or it is full.
+
+        Args:
+            threshold: (key, position): kept are the keys above, and those equal to the key in what
+                is loaded at once (VECTOR keys) from a place up to the position.
+            place: of this thread's next keys.
+            owes: whether these are still to be appended; those beyond always are.
+            is_rising: whether positions and `owes` matter.
+
+        Returns:
+            (place, owes) of where this thread stopped. The warps of a block stop by themselves.
+        """
+        row_address, first, _slice_first, slice_stop, num_keys = source
+        bound, last_equal = threshold
         number = cutlass.const_expr(self.variant.keys_per_thread // VECTOR)
         step = cutlass.const_expr(self.num_threads * self.variant.keys_per_thread)
-        place = slice_first + tid * VECTOR
         tiles = self._load_tiles(row_address, place, num_keys, number)
-        while place - tid * VECTOR < slice_stop:
+        lost = Int32(-1)
+        stop = slice_stop
+        while place - tid * VECTOR < stop:
             # The next keys are under way while these are looked at.
             following = self._load_tiles(row_address, place + step, num_keys, number)
-            through = self._append(shared, tiles, place, bound, (first, slice_stop))
+            bounds = [bound] * number
+            its_stop = slice_stop
+            if cutlass.const_expr(is_rising):
+                for t in cutlass.range_constexpr(number):
+                    strict = bound
+                    if place + t * self.num_threads * VECTOR > last_equal:
+                        strict += Uint32(1)
+                    bounds[t] = strict
+                if owes == 0:
+                    its_stop = first
+                owes = Int32(1)
+            lost = self._append(shared, tiles, place, bounds, (first, its_stop))
             tiles = following
             place += step
             # The lanes of a warp must leave together.
-            if cute.arch.vote_any_sync(through > self.variant.buffer_keys):
-                place = slice_stop + tid * VECTOR
+            if cute.arch.vote_any_sync(lost >= 0):
+                stop = Int32(-(2**31))
+        if stop != slice_stop:
+            place -= step
+            owes = Int32(0)
+            if lost >= 0:
+                owes = Int32(1)
+                # The first thread that found no room leaves a gap: nothing selectable.
+                while lost < self.variant.buffer_keys:
+                    address = shared_address(shared.buffer.iterator) + lost * 8
+                    store_shared_v2(address, Float32(float("-inf")).bitcast(Int32), Int32(0))
+                    lost += 1
         cute.arch.sync_threads()
-        return shared.state[BUFFERED]
+        return place, owes
 
     @cute.jit
-    def _append(self, shared, tiles, place, bound, window) -> Int32:
-        """Append the scores from `lowest` up with their positions, all of a thread's or none;
-        return the place after this thread's, which may be beyond the buffer: then they are lost."""
+    def _append(self, shared, tiles, place, bounds, window):
+        """Append the scores from each tile's bound up with their positions: all of a thread's, or
+        none where they do not fit. Returns -1, or the slot that the first of them would have had.
+        """
         first, stop = window
         buffer = shared_address(shared.buffer.iterator)
         # The same test twice, written in two ways: a compiler that sees one keeps its results, for
         # which it has too few predicates.
-        lowest = score_of_key(bound)
-        under = bound - Uint32(1)
-        if under == Uint32(ZERO - 1):
-            # No score has this key: it would be -0.0, and +0.0 is not above that.
-            under -= Uint32(1)
-        below = score_of_key(under)
+        lowest: list = []
+        below: list = []
+        for t in cutlass.range_constexpr(len(tiles)):
+            if cutlass.const_expr(t > 0 and bounds[t] is bounds[0]):
+                lowest.append(lowest[0])
+                below.append(below[0])
+            else:
+                lowest.append(score_of_key(bounds[t]))
+                below.append(self._score_below(bounds[t]))
         scores: list = []
         for tile in tiles:
             scores += tile
@@ -113,17 +201,28 @@ class Stream(Threshold):
             scores = self._mask_all(scores, place, window)
         passing = Int32(0)
         for i in cutlass.range_constexpr(len(scores)):
-            passing = count_if_at_least(passing, scores[i], lowest)
-        through = Int32(0)
+            passing = count_if_at_least(passing, scores[i], lowest[i // VECTOR])
+        lost = Int32(-1)
         if passing != 0:
-            through = add_to_state(shared, BUFFERED, passing) + passing
-            if through <= self.variant.buffer_keys:
-                address = buffer + (through - passing) * 8
+            slot = add_to_state(shared, BUFFERED, passing)
+            if slot + passing <= self.variant.buffer_keys:
+                address = buffer + slot * 8
                 for i in cutlass.range_constexpr(len(scores)):
                     tile_index, element = divmod(i, VECTOR)
                     position = place + (tile_index * self.num_threads * VECTOR + element)
-                    address = push_if_above(address, scores[i], position, below)
-        return through
+                    address = push_if_above(address, scores[i], position, below[tile_index])
+            else:
+                lost = slot
+        return lost
+
+    @cute.jit
+    def _score_below(self, key) -> Float32:
+        """The highest score below the one that has this key."""
+        under = key - Uint32(1)
+        if under == Uint32(ZERO - 1):
+            # No score has this key: it would be -0.0, and +0.0 is not above that.
+            under -= Uint32(1)
+        return score_of_key(under)
 
     @cute.jit
     def _mask_all(self, scores, place, window):
@@ -134,41 +233,36 @@ class Stream(Threshold):
         return masked
 
     @cute.jit
-    def _stream_rising(self, shared, source, bound, k, window, tid, turn):
-        """Append the slice's keys from a bound up that rises to the k-th best so far; return their
-        number, which fits. Later keys that equal the k-th best lose to it: strictly above."""
-        row_address, first, slice_first, slice_stop, num_keys = source
-        number = cutlass.const_expr(self.variant.rising_keys // VECTOR)
-        step = cutlass.const_expr(self.num_threads * self.variant.rising_keys)
-        cute.arch.sync_threads()
-        if tid == 0:
-            shared.state[BUFFERED] = Int32(0)
-        cute.arch.sync_threads()
-        place = slice_first + tid * VECTOR
-        count = Int32(0)
-        tiles = self._load_tiles(row_address, place, num_keys, number)
-        while place - tid * VECTOR < slice_stop:
-            following = self._load_tiles(row_address, place + step, num_keys, number)
-            self._append(shared, tiles, place, bound, (first, slice_stop))
-            tiles = following
-            place += step
+    def _stream_rising(self, shared, source, threshold, k, window, tid, turn, place, owes):
+        """Append the slice's keys from `place` on; return the buffer's number.
+
+        Whenever the buffer is full it is cut to its best k, and the worst of these is the threshold
+        from then on: a key beyond it has k better ones. Warps go on from where they stopped.
+        """
+        full = cutlass.const_expr(self.variant.buffer_keys)
+        count = shared.state[BUFFERED]
+        is_left = Int32(1)
+        while is_left != 0:
             cute.arch.sync_threads()
-            count = shared.state[BUFFERED]
-            if count > self.variant.buffer_keys - step:
+            if count > full:
+                if tid == 0:
+                    shared.state[BUFFERED] = Int32(full)
+                cute.arch.sync_threads()
                 entries = BufferEntries(shared, tid, self.num_threads, holds_keys=False)
                 t_key, t_position, _base, _turn = self._select(
                     shared, entries, k, window, tid, Int32(0), 1, turn
                 )
-                count = self._keep_best(shared, count, t_key, t_position, tid)
-                if t_key >= bound:
-                    bound = t_key + Uint32(1)
-            else:
-                cute.arch.sync_threads()
+                self._keep_best(shared, Int32(full), t_key, t_position, tid)
+                threshold = (t_key, t_position)
+            place, owes = self._stream(shared, source, threshold, place, owes, tid, is_rising=True)
+            count = shared.state[BUFFERED]
+            if count <= full:
+                is_left = Int32(0)
         return count
 
     @cute.jit
     def _keep_best(self, shared, count, t_key, t_position, tid):
-        """Drop the buffer's keys beyond the threshold; return the number left."""
+        """Drop the buffer's keys beyond the threshold."""
         if tid == 0:
             shared.state[BUFFERED] = Int32(0)
         buffer = shared_address(shared.buffer.iterator)
@@ -193,9 +287,6 @@ class Stream(Threshold):
                 store_shared_v2(buffer + slot * 8, bits, position)
             first_slot += self.num_threads
         cute.arch.sync_threads()
-        count = shared.state[BUFFERED]
-        cute.arch.sync_threads()
-        return count
 
     @cute.jit
     def _cluster_total(self, shared, count, tid, rank, turn):

@@ -55,9 +55,12 @@ class Threshold:
     is_compacted: bool
 
     @cute.jit
-    def _select(self, shared, entries, k, window, tid, rank, cluster: cutlass.Constexpr, turn):
+    def _select(
+        self, shared, entries, k, window, tid, rank, cluster: cutlass.Constexpr, turn, is_tied=None
+    ):
         """Find the threshold, what is at or before it are the best k of the window.
 
+        `is_tied` says, where it is known, that the last of them probably equals many others.
         Returns (key of the last of them, its position, how many of them lower ranks hold, turn of
         the cluster's next exchange). This turn's histogram is clear before and after.
         """
@@ -84,6 +87,11 @@ class Threshold:
             high = Uint32(LOWEST - 1)
             count = Int32(0)
             wanted = Int32(0)
+        if cutlass.const_expr(is_tied is not None):  # noqa: SIM102 - decided while tracing
+            if is_tied and count > WARP:
+                low, high = self._tighten(shared, entries, low, high, tid, rank, cluster, turn)
+                if cutlass.const_expr(cluster > 1):
+                    turn += 1
         if cutlass.const_expr(self.is_compacted and isinstance(entries, RegisterEntries)):
             # Fewer than k keys are above the candidates: with so many of these, all fit.
             most = cutlass.const_expr(self.variant.buffer_keys - MAX_CUTE_K)
@@ -136,6 +144,56 @@ class Threshold:
             is_before = is_before and is_selected(key, position, t_key, t_position)
             base += Int32(cute.arch.popc(cute.arch.vote_ballot_sync(is_before)))
         return t_key, t_position, base, turn
+
+    @cute.jit
+    def _tighten(self, shared, entries, low, high, tid, rank, cluster: cutlass.Constexpr, turn):
+        """(lowest, highest) key of the candidates, those in [low, high]; there is one."""
+        body = functools.partial(self._extend, low, high)
+        least, most = entries.fold(body, (high, low))
+        least, most = self._span(shared.totals, least, most, self.num_warps)
+        if cutlass.const_expr(cluster > 1):
+            headers = shared_address(shared.headers.iterator)
+            barrier = self._expect(shared, self.cluster * 8, tid, turn)
+            if tid < self.cluster:
+                send_v2(
+                    peer_address(headers + rank * 8, tid),
+                    least.bitcast(Int32),
+                    most.bitcast(Int32),
+                    peer_address(barrier, tid),
+                )
+            self._clear_histogram(shared, tid, turn + 1)
+            self._await(shared, turn)
+            cute.arch.sync_threads()
+            if cute.arch.lane_idx() < self.cluster:
+                its_least, its_most = load_shared_v2(headers + cute.arch.lane_idx() * 8)
+                least = its_least.bitcast(Uint32)
+                most = its_most.bitcast(Uint32)
+            least = cute.arch.warp_redux_sync(least, "min")
+            most = cute.arch.warp_redux_sync(most, "max")
+        return least, most
+
+    @cute.jit
+    def _extend(self, low, high, key, position, carry):
+        least, most = carry
+        if low <= key and key <= high:
+            least = cutlass.min(least, key)
+            most = cutlass.max(most, key)
+        return least, most
+
+    @cute.jit
+    def _span(self, totals, least, most, num_warps: cutlass.Constexpr):
+        """(least, most) of the block."""
+        lane = cute.arch.lane_idx()
+        least = cute.arch.warp_redux_sync(least, "min")
+        most = cute.arch.warp_redux_sync(most, "max")
+        if lane == 0:
+            totals[1][cute.arch.warp_idx()] = least.bitcast(Int32)
+            totals[2][cute.arch.warp_idx()] = most.bitcast(Int32)
+        cute.arch.sync_threads()
+        if lane < num_warps:
+            least = totals[1][lane].bitcast(Uint32)
+            most = totals[2][lane].bitcast(Uint32)
+        return cute.arch.warp_redux_sync(least, "min"), cute.arch.warp_redux_sync(most, "max")
 
     @cute.jit
     def _narrow(self, shared, entries, window, tid, rank, cluster: cutlass.Constexpr, candidates):
