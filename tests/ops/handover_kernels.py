@@ -20,9 +20,8 @@ from glm_compile.ops._cute.device import WARP
 
 # How the consumer learns that all is written: a barrier of the block; an mbarrier that every lane
 # arrives at; one that a lane arrives at for its warp; a named barrier that the producer does not
-# wait at. `init`: the block's barrier, and in front of it an mbarrier that a lane initialises and
-# uses at once.
-WAYS = ("block", "lanes", "lane", "arrive", "init")
+# wait at.
+WAYS = ("block", "lanes", "lane", "arrive")
 
 
 class HandoverKernel:
@@ -42,34 +41,27 @@ class HandoverKernel:
         warp = cute.arch.make_warp_uniform(cute.arch.warp_idx())
         allocator = SmemAllocator()
         values = allocator.allocate_tensor(Int32, cute.make_layout(WARP), 16)
-        barriers = allocator.allocate_tensor(Int64, cute.make_layout(2), 16).iterator
-        if cutlass.const_expr(self.way == "init"):
-            if lane == 0:
-                cute.arch.mbarrier_init(barriers + warp, 1)
-                cute.arch.mbarrier_init_fence()
-                cute.arch.mbarrier_arrive(barriers + warp)
-            cute.arch.sync_warp()
-            cute.arch.mbarrier_wait(barriers + warp, 0)
+        barrier = allocator.allocate_tensor(Int64, cute.make_layout(1), 16).iterator
         if cutlass.const_expr(self.way in ("lanes", "lane")):
             if tid == 0:
-                cute.arch.mbarrier_init(barriers, WARP if self.way == "lanes" else 1)
+                cute.arch.mbarrier_init(barrier, WARP if self.way == "lanes" else 1)
                 cute.arch.mbarrier_init_fence()
             cute.arch.sync_threads()
         if warp == 0:
             values[lane] = lane * lane
             if cutlass.const_expr(self.way == "lanes"):
-                cute.arch.mbarrier_arrive(barriers)
+                cute.arch.mbarrier_arrive(barrier)
             if cutlass.const_expr(self.way == "lane"):
                 cute.arch.sync_warp()
                 if lane == 0:
-                    cute.arch.mbarrier_arrive(barriers)
+                    cute.arch.mbarrier_arrive(barrier)
             if cutlass.const_expr(self.way == "arrive"):
                 cute.arch.barrier_arrive(barrier_id=1, number_of_threads=2 * WARP)
         elif cutlass.const_expr(self.way in ("lanes", "lane")):
-            cute.arch.mbarrier_wait(barriers, 0)
+            cute.arch.mbarrier_wait(barrier, 0)
         elif cutlass.const_expr(self.way == "arrive"):
             cute.arch.barrier(barrier_id=1, number_of_threads=2 * WARP)
-        if cutlass.const_expr(self.way in ("block", "init")):
+        if cutlass.const_expr(self.way == "block"):
             cute.arch.sync_threads()
         if warp == 1:
             output[lane] = values[WARP - 1 - lane]
