@@ -79,8 +79,8 @@ def candidates(num_features: int, num_columns: int) -> Iterator[StreamConfig]:
     """Splits worth a try on a GPU of 132 multiprocessors."""
     for config in _splits(num_features, num_columns):
         yield config
-        num_blocks = math.ceil(num_features / config.tile) * config.cluster
-        if num_blocks <= 132 * config.blocks_per_processor:
+        if config.cluster > 1 or config.blocks_per_processor > 1:
+            # Blocks of the next kernel that come early take room and bandwidth from these.
             yield dataclasses.replace(config, late=True)
 
 
@@ -88,20 +88,16 @@ def _splits(num_features: int, num_columns: int) -> Iterator[StreamConfig]:
     def whole_waves(blocks: int) -> int:
         return math.ceil(num_features / blocks / 8) * 8
 
-    longest = 1024 if num_columns <= 4096 else 512
-    stages = [s for s in (1024, 512, 256) if s <= longest and num_columns % s == 0][:2]
+    is_wide = num_columns > 4096
+    stages = [s for s in (1024, 512, 256) if num_columns % s == 0][1 if is_wide else 0 :][:2]
     one_wave = whole_waves(132)
-    for stage in stages:
-        loaders = 2 if stage >= 1024 else 4
-        if 16 <= one_wave <= (32 if stage >= 1024 else 48):
-            yield StreamConfig(one_wave, stage, 8, loaders)
-        if one_wave > 24 and stage >= 512:
-            # Every tile reads x again, so wide x asks for tall tiles.
-            for tile in (16, 24) if stage == 1024 else (24, 32, 40, 48):
-                if tile != one_wave and tile <= max(16, one_wave):
-                    yield StreamConfig(tile, stage, 8, loaders)
+    # Every tile reads x again, so wide x asks for tall tiles.
+    tiles = {one_wave, 24, 32, 48} if is_wide else {one_wave, 16, 24, 32, 48}
+    for tile in sorted(tiles):
+        if tile <= min(one_wave, 48) or tile == 16:
+            stage = stages[0] if tile <= 24 or len(stages) == 1 else min(512, stages[0])
+            yield StreamConfig(tile, stage, 8, 2 if stage == 1024 else 4)
     if one_wave > 48 and num_columns >= 4096:
-        yield StreamConfig(64, 512, 8, 4)
         yield StreamConfig(64, 256, 8, 4)
         yield StreamConfig(96, 256, 8, 4)
     if num_columns <= 4096:
@@ -110,13 +106,13 @@ def _splits(num_features: int, num_columns: int) -> Iterator[StreamConfig]:
     for cluster, num_clusters in ((2, 66), (4, 30), (8, 14)):
         tile = whole_waves(num_clusters)
         for stage in (512, 256):
-            if num_columns % (stage * cluster):
-                continue
-            if tile <= (48 if stage == 512 else 96) // (cluster // 2):
+            most = (48 if stage == 512 else 96) // (cluster // 2)
+            if tile <= most and num_columns % (stage * cluster) == 0:
                 yield StreamConfig(tile, stage, 8, 4, cluster)
-            if 24 < tile <= 40 and cluster == 2 and stage == 512:
-                # Fewer blocks read x, which counts with many rows.
-                yield StreamConfig(48, stage, 8, 4, cluster)
+                if tile == 40 and cluster == 2:
+                    # Fewer blocks read x, which counts with many rows.
+                    yield StreamConfig(48, stage, 8, 4, cluster)
+                break
 
 
 def measure(fn: Callable[[torch.Tensor], object], weights: list[torch.Tensor]) -> float:
