@@ -1,14 +1,14 @@
 """Indexer scores in CuTe DSL for sm_90a: a page of keys times all rows' heads is one wgmma tile.
 
 The 64 keys of a page are the M side of a wgmma, the query rows' heads (up to 256 columns) its N
-side, so a key is read once for all rows. Blocks are persistent: four warps of a block read the
-block table and keep a ring of pages full by bulk tensor copies, two warpgroups take turns at the
-pages, one multiplying while the other reduces its products over the heads in registers.
+side, so a key is read once for all rows. Blocks are persistent: one warp of a block reads the block
+table and keeps a ring of pages full by bulk tensor copies, two warpgroups take turns at the pages,
+one multiplying while the other reduces its products over the heads in registers.
 
-A decode step is latency: half of it passes before the first page is there, and one warp needs as
-long to ask for the pages of a block as they take to arrive. So what needs no other kernel's data is
-done before it is waited for, what the lengths do not decide is asked for before they are known, and
-the pages are asked for by four warps.
+Half of a decode step is latency. So what needs no other kernel's data is done before it is waited
+for, and what the lengths do not decide is asked for before they are known. That one warp asks for
+page after page is on purpose: four warps that ask for all at once make some blocks wait for their
+first page until others have all of theirs (128K keys on an H200: 12.5 us).
 
 The pages of each block are found from the lengths on the device. One tile of rows: page p goes to
 block p modulo their number. More: the pages of all tiles form one list, cut into one piece a block.
@@ -29,6 +29,7 @@ import cutlass
 import cutlass.cute as cute
 import torch
 from cutlass import BFloat16, Boolean, Float8E4M3FN, Float16, Float32, Int32, Int64, Uint8
+from cutlass._mlir.dialects import llvm
 from cutlass.cute.arch import inline_ptx
 from cutlass.cute.nvgpu import OperandMajorMode, cpasync, warpgroup
 from cutlass.cute.runtime import make_fake_tensor
@@ -56,13 +57,12 @@ MAX_COLUMNS = 256
 # Rows of queries that share a tile at most: what the epilogue was written for.
 MAX_ROWS = 8
 _SHARED_BYTES = 220 * 1024
-# Warpgroups that score, and warps that load pages.
+# Warpgroups that score; the first warp of another one loads.
 _GROUPS = 2
-_LOADERS = 4
+_LOADER = _GROUPS * _GROUP // WARP
+_WARPS = (_GROUPS + 1) * _GROUP // WARP
 # Registers of a thread that loads and of one that scores, together those of a multiprocessor.
 _REGISTERS_TO_LOAD, _REGISTERS_TO_SCORE = 40, 232
-# Named barrier of all that wait for the plan.
-_PLANNED = 1
 
 _CUTE_TYPES = {
     torch.float8_e4m3fn: Float8E4M3FN,
@@ -120,7 +120,6 @@ class IndexerScoresKernel:
         self.v = variant
         self.dtype = _CUTE_TYPES[v.key_dtype]
         self.has_table = v.table_dtype is not None
-        self.num_threads = (_GROUPS + 1) * _GROUP
         element_bytes = 1 if v.is_fp8 else 2
         self.key_bytes = _PAGE * _DIM * element_bytes
         self.stage_bytes = self.key_bytes + (_PAGE * 4 if v.is_fp8 else 0)
@@ -197,7 +196,7 @@ class IndexerScoresKernel:
             softmax_scale,
         ).launch(
             grid=(num_blocks, 1, 1),
-            block=(self.num_threads, 1, 1),
+            block=(_WARPS * WARP, 1, 1),
             stream=stream,
             min_blocks_per_mp=1,
             use_pdl=v.use_pdl,
@@ -224,6 +223,7 @@ class IndexerScoresKernel:
         softmax_scale: Float32,
     ) -> None:
         v = self.v
+        tid, _, _ = cute.arch.thread_idx()
         warp = cute.arch.make_warp_uniform(cute.arch.warp_idx())
         allocator = SmemAllocator()
         key_ring = allocator.allocate_tensor(
@@ -239,63 +239,64 @@ class IndexerScoresKernel:
             )
         entry_ring = allocator.allocate_tensor(Int32, cute.make_layout(self.num_stages), 16)
         plan = allocator.allocate_tensor(Int32, cute.make_layout(4), 16)
-        num_barriers = 2 * (self.num_stages + self.num_query_stages)
+        num_barriers = 2 * (self.num_stages + self.num_query_stages) + 1
         barriers = allocator.allocate_tensor(Int64, cute.make_layout(num_barriers), 16).iterator
         is_full = barriers
         is_empty = is_full + self.num_stages
         has_query = is_empty + self.num_stages
         is_query_free = has_query + self.num_query_stages
-        if warp == 0:
-            # A lane a barrier: one after the other they take longer than all that follows.
-            lane = cute.arch.lane_idx()
-            if lane < self.num_stages:
-                cute.arch.mbarrier_init(is_full + lane, 1)
-                cute.arch.mbarrier_init(is_empty + lane, _GROUP // WARP)
-            if lane < self.num_query_stages:
-                cute.arch.mbarrier_init(has_query + lane, 1)
-                cute.arch.mbarrier_init(is_query_free + lane, _GROUPS * _GROUP // WARP)
-            cute.arch.mbarrier_init_fence()
-        if warp == _GROUPS * _GROUP // WARP:
+        has_plan = is_query_free + self.num_query_stages
+        # By three warps: one thread alone takes longer than all that follows.
+        if tid == 0:
+            for stage in cutlass.range_constexpr(self.num_stages):
+                cute.arch.mbarrier_init(is_full + stage, 1)
+        if tid == _GROUP:
+            for stage in cutlass.range_constexpr(self.num_stages):
+                cute.arch.mbarrier_init(is_empty + stage, _GROUP // WARP)
+        if tid == 2 * _GROUP:
+            cute.arch.mbarrier_init(has_plan, 1)
+            for stage in cutlass.range_constexpr(self.num_query_stages):
+                cute.arch.mbarrier_init(has_query + stage, 1)
+                cute.arch.mbarrier_init(is_query_free + stage, _LOADER)
+        cute.arch.mbarrier_init_fence()
+        if warp == _LOADER:
             cpasync.prefetch_descriptor(key_atom)
             cpasync.prefetch_descriptor(query_atom)
         cute.arch.sync_threads()
         windows = (lengths, starts, num_queries, scores.shape[1])
         rings = (key_ring, query_ring, scale_ring, entry_ring)
         signals = (is_full, is_empty, has_query, is_query_free)
-        loader = warp - _GROUPS * _GROUP // WARP
-        if loader >= 0:
+        if warp >= _LOADER:
             cute.arch.setmaxregister_decrease(_REGISTERS_TO_LOAD)
-            # Everything below may come from the kernel ahead.
-            cute.arch.griddepcontrol_wait()
-            cute.arch.griddepcontrol_launch_dependents()
-            if num_tiles > 1:
-                if loader == 0:
+            if warp == _LOADER:
+                # Everything below may come from the kernel ahead.
+                cute.arch.griddepcontrol_wait()
+                cute.arch.griddepcontrol_launch_dependents()
+                if num_tiles > 1:
                     self._make_plan(plan, windows, num_tiles)
-                self._await_plan()
-            self._load(
-                loader,
-                (key_atom, key_coords, query_atom, query_coords),
-                keys,
-                table,
-                windows,
-                rings,
-                signals,
-                plan,
-                num_tiles,
-            )
+                    cute.arch.sync_warp()
+                    with cute.arch.elect_one():
+                        cute.arch.mbarrier_arrive(has_plan)
+                self._load(
+                    (key_atom, key_coords, query_atom, query_coords),
+                    keys,
+                    table,
+                    windows,
+                    rings,
+                    signals,
+                    plan,
+                    num_tiles,
+                )
         else:
             cute.arch.setmaxregister_increase(_REGISTERS_TO_SCORE)
             cute.arch.griddepcontrol_wait()
             cute.arch.griddepcontrol_launch_dependents()
             if num_tiles > 1:
-                self._await_plan()
+                cute.arch.mbarrier_wait(has_plan, 0)
+                cute.arch.sync_warp()
             self._score(
                 weights, mask, scores, softmax_scale, windows, rings, signals, plan, num_tiles
             )
-
-    def _await_plan(self) -> None:
-        """Wait until all threads of the block have come here."""
-        cute.arch.barrier(barrier_id=_PLANNED, number_of_threads=self.num_threads)
 
     @cute.jit
     def _window_of_row(self, windows, sequence, query, i) -> tuple[Int32, Int32]:
@@ -418,8 +419,8 @@ class IndexerScoresKernel:
         return entry
 
     @cute.jit
-    def _load(self, loader, atoms, keys, table, windows, rings, signals, plan, num_tiles) -> None:
-        """Keep the ring full: of a block's pages, every fourth is this warp's."""
+    def _load(self, atoms, keys, table, windows, rings, signals, plan, num_tiles) -> None:
+        """Keep the ring full; one warp."""
         v = self.v
         key_atom, key_coords, query_atom, query_coords = atoms
         key_ring, query_ring, scale_ring, entry_ring = rings
@@ -440,15 +441,14 @@ class IndexerScoresKernel:
         block, _, _ = cute.arch.block_idx()
         if num_tiles == 1:
             step, _, _ = cute.arch.grid_dim()
-        stride = step * _LOADERS
         # What does not take the lengths is asked for before they are.
         following = Int32(0)
         is_asked_for = Boolean(False)
         if cutlass.const_expr(table is not None and windows[1] is None):  # noqa: SIM102
             if num_tiles == 1:
-                following = self._entries(table, Int32(0), block + loader * step, stride)
+                following = self._entries(table, Int32(0), Int32(block), step)
                 is_asked_for = Boolean(True)
-        if num_tiles == 1 and loader == 0:
+        if num_tiles == 1:
             self._load_query(queries, Int32(0), Int32(0))
         sequence, query, page, end, rest = self._first_piece(plan, windows, num_tiles)
         has_pages = page < end
@@ -456,18 +456,15 @@ class IndexerScoresKernel:
         policy = evict_first_policy()
         if num_queries > v.num_rows:
             policy = evict_normal_policy()
-        slot = Int32(loader)
+        slot = Int32(0)
         phase = Int32(1)
         query_slot = Int32(0)
         query_phase = Int32(1)
-        # Pages of the block before this piece.
-        done = Int32(0)
-        has_gone_round = Boolean(False)
         entry_address = shared_address(entry_ring.iterator)
         is_going = page < end or rest > 0
         while is_going:
             if page < end:
-                if num_tiles > 1 and loader == 0:
+                if num_tiles > 1:
                     cute.arch.mbarrier_wait(is_query_free + query_slot, query_phase)
                     cute.arch.sync_warp()
                     self._load_query(queries, sequence * num_queries + query, query_slot)
@@ -475,25 +472,21 @@ class IndexerScoresKernel:
                 if query_slot == self.num_query_stages:
                     query_slot = Int32(0)
                     query_phase ^= 1
-                own = (loader + _LOADERS - done % _LOADERS) % _LOADERS
-                first = page + own * step
                 entries = Int32(0)
                 if cutlass.const_expr(table is not None):  # noqa: SIM102 - decided while tracing
                     if not is_asked_for:
-                        following = self._entries(table, sequence, first, stride)
+                        following = self._entries(table, sequence, page, step)
                 i = Int32(0)
-                for at in cutlass.range(first, end, stride, unroll=1):
+                for at in cutlass.range(page, end, step, unroll=1):
                     entry = sequence
                     if cutlass.const_expr(table is not None):
                         if i % WARP == 0:
                             entries = following
-                            following = self._entries(table, sequence, at + WARP * stride, stride)
+                            following = self._entries(table, sequence, at + WARP * step, step)
                         entry = cute.arch.shuffle_sync(entries, i % WARP)
                     i += 1
-                    # In the first round nothing is in the ring.
-                    if has_gone_round:
-                        cute.arch.mbarrier_wait(is_empty + slot, phase)
-                        cute.arch.sync_warp()
+                    cute.arch.mbarrier_wait(is_empty + slot, phase)
+                    cute.arch.sync_warp()
                     self._load_page(
                         (key_atom, key_from, key_to),
                         keys,
@@ -505,17 +498,14 @@ class IndexerScoresKernel:
                         is_full,
                         policy,
                     )
-                    slot += _LOADERS
-                    if slot >= self.num_stages:
-                        slot -= self.num_stages
+                    slot += 1
+                    if slot == self.num_stages:
+                        slot = Int32(0)
                         phase ^= 1
-                        has_gone_round = Boolean(True)
-                # Of a block's only tile the pages are not counted.
-                done += end - page
             is_going = rest > 0
             if is_going:
                 sequence, query, page, end, rest = self._next_piece(windows, sequence, query, rest)
-        if num_tiles == 1 and loader == 0 and not has_pages:
+        if num_tiles == 1 and not has_pages:
             # Nobody waits for the queries, and a block must not end before its copies.
             cute.arch.mbarrier_wait(has_query, 0)
 
@@ -634,7 +624,7 @@ class IndexerScoresKernel:
                 if first < end:
                     cute.arch.mbarrier_wait(is_full + slot, phase)
                     cute.arch.sync_warp()
-                    self._multiply(products, fragments, slot, query_slot)
+                    self._multiply(products, fragments, slot, query_slot, is_full)
                     warpgroup.wait_group(0)
                     constants = (
                         (products, fragments, query_slot, row_weights),
@@ -689,7 +679,7 @@ class IndexerScoresKernel:
         )
 
     @cute.jit
-    def _multiply(self, products, fragments, slot, query_slot) -> None:
+    def _multiply(self, products, fragments, slot, query_slot, is_full) -> None:
         """Start the products of a page with all queries of the tile."""
         key_part, query_part = fragments
         # One of its own, since what is set holds within the loop that sets it.
@@ -706,6 +696,8 @@ class IndexerScoresKernel:
             )
             mma.set(warpgroup.Field.ACCUMULATE, True)
         warpgroup.commit_group()
+        # The word before the barriers is nobody's.
+        _move_nothing_across(Int32(is_full.toint()) - 4)
 
     @cute.jit
     def _page(self, constants, slot, phase, position, address, has_next: cutlass.Constexpr):
@@ -741,16 +733,11 @@ class IndexerScoresKernel:
         cute.arch.sync_warp()
         with cute.arch.elect_one():
             _arrive_after(is_empty + slot, scale.bitcast(Int32), entry)
-        is_next_full = Boolean(False)
-        if cutlass.const_expr(has_next):
-            # The answer takes a while to come.
-            is_next_full = cute.arch.mbarrier_test_wait(is_full + next_slot, next_phase)
         values = self._reduce(products, row_weights, softmax_scale, lane)
         if cutlass.const_expr(has_next):
-            if not is_next_full:
-                cute.arch.mbarrier_wait(is_full + next_slot, next_phase)
+            cute.arch.mbarrier_wait(is_full + next_slot, next_phase)
             cute.arch.sync_warp()
-            self._multiply(products, fragments, next_slot, query_slot)
+            self._multiply(products, fragments, next_slot, query_slot, is_full)
         is_inside = position < num_keys
         place = address
         for pair in cutlass.range_constexpr(len(values)):
@@ -822,6 +809,25 @@ def _arrive_after(barrier, first: Int32, second: Int32) -> None:
         "@same mbarrier.arrive.shared::cta.b64 _, [{$r0}];\n"
         "@!same mbarrier.arrive.shared::cta.b64 _, [{$r0}];\n}",
         read_only_args=[Int32(barrier.toint()), first, second],
+    )
+
+
+def _move_nothing_across(unused: Int32) -> None:
+    """Keep the assembler from moving what follows in front of what is before.
+
+    It would spread the steps of a product over the stores that follow it, which need not wait for
+    one another, and the tensor core would stand still. Across a read of the clock it moves nothing;
+    a read without a use would vanish, so a store to shared memory that nobody reads hangs on it.
+    """
+    llvm.inline_asm(
+        None,
+        [unused.ir_value()],
+        "{\n.reg .b32 now;\n.reg .pred is_time;\nmov.u32 now, %clock;\n"
+        "setp.eq.u32 is_time, now, 0x7fffffff;\n@is_time st.shared.b32 [$0], now;\n}",
+        "r",
+        has_side_effects=True,
+        is_align_stack=False,
+        asm_dialect=llvm.AsmDialect.AD_ATT,
     )
 
 
