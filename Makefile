@@ -70,7 +70,7 @@ plot-slice: venv-test
 	$(PY) -m tests.benchmarks.plot_slice slice.json examples/slice_step.png
 
 plot-linears: venv-test
-	$(PY) -m glm_compile.ops.bf16_linear.tune --json linears.json
+	$(PY) -m glm_compile.ops.bf16_linear.tune --keep --json linears.json
 	$(PY) -m tests.benchmarks.plot_bf16_linear linears.json examples/bf16_linear_speedup.png
 
 clean:

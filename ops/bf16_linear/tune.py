@@ -2,11 +2,13 @@
 
     python -m glm_compile.ops.bf16_linear.tune                  # all weights, prints the table
     python -m glm_compile.ops.bf16_linear.tune 2784x6144 --write
-    python -m glm_compile.ops.bf16_linear.tune --jobs 8 --write --json linears.json
+    python -m glm_compile.ops.bf16_linear.tune --jobs 8 --write
+    python -m glm_compile.ops.bf16_linear.tune --keep --jobs 8 --json linears.json
 
 Times are CUDA-graph replays over copies of the weight that exceed the L2 cache, so weights are
 cold; our launches follow each other by programmatic dependent launch, as they do in a graph of a
-whole step. `--write` puts the choices in `measured.py`, `--json` the times in a file to plot.
+whole step. `--write` puts the choices in `measured.py`, `--json` the times in a file to plot;
+`--keep` measures the choices that are there.
 Processes (`--jobs`) compile side by side and measure one at a time. Nothing is tuned when an op is
 called.
 
@@ -158,16 +160,20 @@ class Tuned:
         few, many: the splits for up to 8 rows and for 9 to 16; equal where another one for many
             rows brings little.
         times: M -> (ours, the library's) microseconds.
+        library_at: the M, rounded up to powers of two, that the library gets; None: where it wins.
     """
 
     shape: tuple[int, int]
     few: StreamConfig
     many: StreamConfig
     times: dict[int, tuple[float, float]]
+    library_at: tuple[int, ...] | None = None
 
     @property
     def lost(self) -> tuple[int, ...]:
-        """The M, rounded up to powers of two, at which the library is the faster one."""
+        """The M, rounded up to powers of two, at which the library runs."""
+        if self.library_at is not None:
+            return self.library_at
         return tuple(sorted({_bucket(m) for m, (own, other) in self.times.items() if own > other}))
 
     def speedups(self) -> list[float]:
@@ -183,47 +189,59 @@ def _bucket(num_rows: int) -> int:
 
 
 @torch.no_grad()
-def tune(shape: tuple[int, int]) -> Tuned:
-    """Measure the splits of a weight [N, K] and the library."""
+def tune(shape: tuple[int, int], keep: bool = False) -> Tuned:
+    """Measure the splits of a weight [N, K] and the library; or only the splits of the table."""
+    few, many = (stream_config_for(*shape, num_rows) for num_rows in _CHOSEN_BY)
+    splits = list(dict.fromkeys([few, many, *(() if keep else candidates(*shape))]))
+    compile_splits(shape, splits)
+    with _alone:
+        num_copies = math.ceil(_COLD_BYTES / (2 * shape[0] * shape[1]))
+        weights = [
+            torch.randn(shape, dtype=torch.bfloat16, device="cuda") for _ in range(num_copies)
+        ]
+        if not keep:
+            few, many = _choose(splits, weights)
+        times = {}
+        for num_rows in ROWS:
+            x = _rows(num_rows, weights)
+            library = measure(functools.partial(F.linear, x), weights)
+            times[num_rows] = (_ours(x, few if num_rows <= FEW_ROWS else many, weights), library)
+        weights.clear()
+        torch.cuda.empty_cache()
+    return Tuned(shape, few, many, times, LIBRARY.get(shape, ()) if keep else None)
+
+
+def compile_splits(shape: tuple[int, int], splits: Sequence[StreamConfig]) -> None:
+    """Compile the kernels of these splits for few rows and for many; none is launched."""
     from glm_compile.ops._cute import arch_of
     from glm_compile.ops.bf16_linear.cute_kernel import compiled, variant_for
 
-    chosen = [stream_config_for(*shape, num_rows) for num_rows in _CHOSEN_BY]
-    splits = list(dict.fromkeys([*candidates(*shape), *chosen]))
     for config in splits:
         for num_rows in _CHOSEN_BY:
             compiled(variant_for(shape[1], num_rows, config), arch_of(torch.device("cuda")))
-    with _alone:
-        result = _measure_splits(shape, splits)
-        torch.cuda.empty_cache()
-    return result
 
 
-def _measure_splits(shape: tuple[int, int], splits: Sequence[StreamConfig]) -> Tuned:
+def _rows(num_rows: int, weights: Sequence[torch.Tensor]) -> torch.Tensor:
+    return torch.randn(num_rows, weights[0].shape[1], device="cuda").bfloat16()
+
+
+def _ours(x: torch.Tensor, config: StreamConfig, weights: list[torch.Tensor]) -> float:
     from glm_compile.ops.bf16_linear.cute_kernel import bf16_linear_cute
 
-    num_copies = math.ceil(_COLD_BYTES / (2 * shape[0] * shape[1]))
-    weights = [torch.randn(shape, dtype=torch.bfloat16, device="cuda") for _ in range(num_copies)]
+    return measure(lambda weight: bf16_linear_cute(x, weight, None, None, config=config), weights)
 
-    def ours(num_rows: int, config: StreamConfig) -> float:
-        x = torch.randn(num_rows, shape[1], device="cuda").bfloat16()
-        return measure(
-            lambda weight: bf16_linear_cute(x, weight, None, None, config=config), weights
-        )
 
-    few, many = _CHOSEN_BY
-    by_few = {config: ours(few, config) for config in splits}
-    by_many = {config: ours(many, config) for config in splits}
-    best = min(by_few, key=by_few.__getitem__)
-    for_many = min(by_many, key=by_many.__getitem__)
-    if by_many[for_many] > by_many[best] * _ANOTHER_BELOW:
-        for_many = best
-    times = {}
-    for num_rows in ROWS:
-        x = torch.randn(num_rows, shape[1], device="cuda").bfloat16()
-        library = measure(functools.partial(F.linear, x), weights)
-        times[num_rows] = (ours(num_rows, best if num_rows <= FEW_ROWS else for_many), library)
-    return Tuned(shape, best, for_many, times)
+def _choose(
+    splits: Sequence[StreamConfig], weights: list[torch.Tensor]
+) -> tuple[StreamConfig, StreamConfig]:
+    """The best splits for few rows and for many; one for both where that costs little."""
+    by_few, by_many = (
+        {config: _ours(_rows(num_rows, weights), config, weights) for config in splits}
+        for num_rows in _CHOSEN_BY
+    )
+    few = min(by_few, key=by_few.__getitem__)
+    many = min(by_many, key=by_many.__getitem__)
+    return few, many if by_many[many] <= by_many[few] * _ANOTHER_BELOW else few
 
 
 def _table(name: str, types: str, values: Mapping[tuple[int, int], object]) -> list[str]:
@@ -311,6 +329,7 @@ def main(arguments: list[str]) -> None:
         "shapes", nargs="*", type=_shape, help="NxK; all weights of the release by default"
     )
     parser.add_argument("--write", action="store_true", help="put the choices in measured.py")
+    parser.add_argument("--keep", action="store_true", help="measure what measured.py has")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the times to FILE")
     parser.add_argument("--jobs", type=int, default=1, metavar="N", help="processes (default: 1)")
     options = parser.parse_args(arguments)
@@ -320,7 +339,9 @@ def main(arguments: list[str]) -> None:
     with concurrent.futures.ProcessPoolExecutor(
         options.jobs, context, initializer=_set_lock, initargs=(context.Lock(),)
     ) as pool:
-        for done in concurrent.futures.as_completed([pool.submit(tune, shape) for shape in shapes]):
+        for done in concurrent.futures.as_completed(
+            [pool.submit(tune, shape, options.keep) for shape in shapes]
+        ):
             results.append(done.result())
             sys.stdout.write("\n".join([*_lines(results[-1]), ""]))
             sys.stdout.flush()

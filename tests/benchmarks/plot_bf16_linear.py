@@ -1,6 +1,6 @@
 """Plot the bf16 linears: speed-up over the library's against the number of rows.
 
-    python -m glm_compile.ops.bf16_linear.tune --json linears.json
+    python -m glm_compile.ops.bf16_linear.tune --keep --json linears.json
     python -m tests.benchmarks.plot_bf16_linear linears.json examples/bf16_linear_speedup.png
 
 A report of `test_bf16_linear_benchmark.py` (`--benchmark-json`) is read as well.

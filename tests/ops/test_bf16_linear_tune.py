@@ -7,6 +7,7 @@ import json
 from pathlib import Path
 
 import pytest
+import torch
 
 from glm_compile.ops.bf16_linear import measured, tune
 from glm_compile.ops.bf16_linear.config import StreamConfig, default_stream
@@ -27,6 +28,9 @@ def test_the_library_runs_where_it_wins():
     result = tune.Tuned((3, 512), FEW, FEW, TIMES)
     assert result.lost == (8,)
     assert result.speedups() == [2.0, 1.0, 1.0, 1.2]
+    # What is only measured runs as the table says, even where that loses.
+    result = tune.Tuned((3, 512), FEW, FEW, TIMES, library_at=(16,))
+    assert result.lost == (16,) and result.speedups() == [2.0, 1.5, 0.9, 1.0]
 
 
 def test_summary_is_over_what_runs(monkeypatch):
@@ -82,3 +86,32 @@ def test_times_are_written_for_the_plot(monkeypatch):
     facts = json.loads(json.dumps(tune._facts([tune.Tuned((2784, 6144), FEW, FEW, TIMES)])))
     lines = read_lines(read_times(facts))
     assert lines["2784 x 6144"] == [(1, 2.0), (6, 1.0), (8, 1.0), (16, 1.2)]
+
+
+@pytest.mark.parametrize("keep", [True, False])
+def test_the_quickest_split_is_chosen_for_few_rows_and_for_many(keep, monkeypatch):
+    """With times of their own instead of a GPU's: what is kept is only measured."""
+    few, many, slow = StreamConfig(16, 512), StreamConfig(32, 512), StreamConfig(24, 512)
+    compiled, measured_splits = [], []
+
+    def ours(x, config, _weights):
+        measured_splits.append(config)
+        best = few if len(x) <= 8 else many
+        return 1.0 if config == best else 2.0
+
+    monkeypatch.setattr(tune, "candidates", lambda *_shape: iter([few, many]))
+    monkeypatch.setattr(tune, "stream_config_for", lambda *_shape: slow)
+    monkeypatch.setattr(tune, "compile_splits", lambda _shape, splits: compiled.extend(splits))
+    monkeypatch.setattr(tune, "_ours", ours)
+    monkeypatch.setattr(tune, "measure", lambda _fn, _weights: 3.0)
+    monkeypatch.setattr(tune, "_COLD_BYTES", 1)
+    randn = torch.randn
+    monkeypatch.setattr(torch, "randn", lambda *shape, **_options: randn(*shape))
+    result = tune.tune((8, 16), keep)
+    if keep:
+        assert compiled == [slow] and set(measured_splits) == {slow}
+        times = {m: (2.0, 3.0) for m in tune.ROWS}
+        assert result == tune.Tuned((8, 16), slow, slow, times, library_at=())
+    else:
+        assert set(compiled) == {few, many, slow}
+        assert result == tune.Tuned((8, 16), few, many, {m: (1.0, 3.0) for m in tune.ROWS})
