@@ -230,28 +230,6 @@ def test_graphs_of_several_batch_sizes_are_kept(models: Any, loops: list[Any]) -
     assert len(graphed) == 3 and all(g.num_captures == 1 for g in graphed.values())
 
 
-def test_what_is_in_the_padding_changes_nothing(
-    models: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """NaN in the cache of the rows that are nobody's, before each of a thousand iterations."""
-    ids, mask = padded([prompt_of(4 + 3 * b, b) for b in range(5)], "left")
-    fields = {"attention_mask": mask, "cuda_graph": True, "max_new_tokens": 1100}
-    expected = generate(models[1], ids, **fields)
-    iterate, calls = DecodingLoop._iterate, []
-
-    def poison(loop: DecodingLoop) -> None:
-        rows = loop.cache.block_table[5:].flatten().long()
-        for pages in loop.cache._pages():
-            pages.index_fill_(0, rows, torch.nan)
-        calls.append(1)
-        iterate(loop)
-
-    monkeypatch.setattr(DecodingLoop, "_iterate", poison)
-    got = generate(models[1], ids, **fields)
-    assert len(calls) > 900
-    assert torch.equal(got.sequences, expected.sequences)
-
-
 def test_results_are_read_while_the_next_iteration_is_on_its_way(
     models: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -361,7 +339,7 @@ def test_two_models_at_once(models: Any) -> None:
 
 
 def test_memory_is_steady(models: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Over ten thousand iterations, in several calls."""
+    """Of compiled steps; `test_endurance_cuda` goes on for longer."""
     iterate, seen = DecodingLoop._iterate, []
 
     def note(loop: DecodingLoop) -> None:
@@ -369,11 +347,9 @@ def test_memory_is_steady(models: Any, monkeypatch: pytest.MonkeyPatch) -> None:
         seen.append(torch.cuda.memory_allocated())
 
     monkeypatch.setattr(DecodingLoop, "_iterate", note)
-    ids = torch.cat([prompt_of(12, b) for b in range(4)])
-    for _ in range(5):
-        generate(models[1], ids, max_new_tokens=3000, cuda_graph=True)
-    assert len(seen) > 10_000
-    first, last = seen[len(seen) // 5 + 5], seen[-3]
+    for _ in range(3):
+        generate(models[1], prompt_of(12), max_new_tokens=200, cuda_graph=True)
+    first, last = seen[len(seen) // 3 + 5], seen[-3]
     assert last <= first
 
 
