@@ -214,6 +214,17 @@ def test_error_is_that_of_the_library(config, M, options, N, K):
 
 
 @pytest.mark.gpu
+@pytest.mark.parametrize("M", [6, 16])
+@pytest.mark.parametrize("N, K", sorted(shape for shape in MEASURED if shape[0] < 10_000))
+def test_measured_splits_are_as_good_as_the_library(N, K, M):
+    x, weight, _, _ = make_inputs(M, N, K, device="cuda")
+    output = run_cute(x, weight, None, None, config=stream_config_for(N, K, M))
+    check_error(output, x, weight, None, None)
+    again = [run_cute(x, weight, None, None, config=stream_config_for(N, K, M)) for _ in range(5)]
+    assert all(torch.equal(output, other) for other in again)
+
+
+@pytest.mark.gpu
 def test_any_strides_and_leading_dimensions():
     x, weight, bias, residual = make_inputs(6, 40, 72, bias=True, residual=True, device="cuda")
     expected = bf16_linear(x, weight, bias, residual=residual, backend="cute")
