@@ -62,14 +62,15 @@ def _steps(has_top_k: bool, has_top_p: bool) -> list[_Step]:
 
 @triton.jit
 def load_keys(scores, stride_row, stride_value, temperature, row, v, inside):
-    """Scores over temperature in fp32, and their keys in int64."""
+    """Scores over temperature in fp32, and their keys in uint32."""
     at = row * stride_row + v.to(tl.int64) * stride_value
     score = tl.load(scores + at, mask=inside, other=0.0).to(tl.float32)
     x = tl.div_rn(score, tl.zeros_like(score) + temperature)
     # -0.0 equals 0.0, and the sign of a NaN does not count.
     x = tl.where(x == 0, 0.0, x)
-    bits = tl.where(x == x, x.to(tl.int32, bitcast=True), 0x7FC00000).to(tl.int64) & _ALL_BITS
-    return x, tl.where(bits >= _SIGN, _ALL_BITS - bits, bits + _SIGN)
+    bits = tl.where(x == x, x.to(tl.int32, bitcast=True), 0x7FC00000)
+    flip = (bits >> 31) | -2147483648
+    return x, (bits ^ flip).to(tl.uint32, bitcast=True)
 
 
 @triton.jit
@@ -143,7 +144,7 @@ def weigh_kernel(
     inside = v < vocab_size
     x, key = load_keys(scores, stride_row, stride_value, temperature, row, v, inside)
     if FINDS_LARGEST:
-        tl.atomic_max(workspace, tl.max(tl.where(inside, key, 0), 0))
+        tl.atomic_max(workspace, tl.max(tl.where(inside, key, 0), 0).to(tl.int64))
     if KIND != _NONE:
         state = workspace + STATE
         lowest, total, threshold, above = load_state(
@@ -157,18 +158,24 @@ def weigh_kernel(
             tl.store(state + 1, total)
             tl.store(state + 2, threshold)
             tl.store(state + 3, above)
-        offset = (key - threshold) >> SHIFT
-        is_weighed = inside & (key >= lowest) & (key >= threshold) & (offset < NUM_BINS)
-        digit = tl.arange(0, NUM_BINS)
-        if KIND == _COUNT:
-            value = tl.where(is_weighed, offset, 0).to(tl.int32)
-            weight = tl.histogram(value, NUM_BINS, is_weighed).to(tl.int64)
-        else:
-            mass = tl.where(is_weighed, mass_of(x, to_score(tl.load(workspace))), 0)
-            weight = tl.zeros((NUM_BINS,), tl.int64)
-            for i in tl.static_range(NUM_BINS):
-                weight = tl.where(digit == i, tl.sum(tl.where(offset == i, mass, 0), 0), weight)
-        tl.atomic_add(state + 4 + digit, weight, mask=weight != 0)
+        least = tl.maximum(lowest, threshold).to(tl.uint32)
+        offset = tl.zeros((BLOCK_V,), tl.int32)
+        is_weighed = inside & (key >= least)
+        if NUM_BINS > 1:
+            offset = ((key - threshold.to(tl.uint32)) >> SHIFT).to(tl.int32)
+            is_weighed &= (offset >= 0) & (offset < NUM_BINS)
+        # Behind the first digits most pieces have nothing to weigh.
+        last = tl.max(tl.where(is_weighed, offset, -1), 0)
+        if last >= 0:
+            if KIND == _COUNT:
+                digit = tl.arange(0, NUM_BINS)
+                weight = tl.histogram(tl.where(is_weighed, offset, 0), NUM_BINS, is_weighed)
+                tl.atomic_add(state + 4 + digit, weight.to(tl.int64), mask=weight > 0)
+            else:
+                mass = tl.where(is_weighed, mass_of(x, to_score(tl.load(workspace))), 0)
+                first = tl.min(tl.where(is_weighed, offset, NUM_BINS), 0)
+                for i in range(first, last + 1):
+                    tl.atomic_add(state + 4 + i, tl.sum(tl.where(offset == i, mass, 0), 0))
 
 
 @triton.jit(do_not_specialize=["stride_row", "k", "row_size"])
@@ -198,7 +205,7 @@ def tie_kernel(
     _, _, threshold, _ = load_state(
         workspace + BEFORE, k, top_p, KIND_BEFORE, SHIFT_BEFORE, BINS_BEFORE
     )
-    count = tl.sum((inside & (key == threshold)).to(tl.int32), 0)
+    count = tl.sum((inside & (key == threshold.to(tl.uint32))).to(tl.int32), 0)
     tl.store(ties + row * tl.num_programs(0) + tl.program_id(0), count)
 
 
@@ -235,7 +242,7 @@ def write_kernel(
     lowest, total, threshold, above = load_state(
         workspace + BEFORE, k, top_p, KIND_BEFORE, SHIFT_BEFORE, BINS_BEFORE
     )
-    is_kept = key >= lowest
+    is_kept = key >= lowest.to(tl.uint32)
     if HAS_TOP_P:
         n = tl.arange(0, BLOCK_N)
         count = tl.load(ties + row * tl.num_programs(0) + n, mask=n < tl.num_programs(0), other=0)
@@ -244,9 +251,10 @@ def write_kernel(
         spare = above + num_ties * mass - target_mass(total, top_p)
         removed = tl.minimum(tl.maximum(spare, 0) // mass, num_ties - 1)
         total = above + (num_ties - removed) * mass
-        is_tie = inside & (key == threshold)
+        edge = threshold.to(tl.uint32)
+        is_tie = inside & (key == edge)
         rank = tl.sum(tl.where(n < piece, count, 0), 0) + tl.cumsum(is_tie.to(tl.int32), 0) - 1
-        is_kept = (key > threshold) | (is_tie & (rank >= removed))
+        is_kept = (key > edge) | (is_tie & (rank >= removed))
     whole = total.to(tl.float32) * _MASS_UNIT
     prob = tl.where(is_kept, tl.div_rn(tl.exp(x - largest), tl.zeros_like(x) + whole), 0.0)
     has_none = (largest_key >= _HIGHEST) | (largest_key <= _LOWEST)
