@@ -391,27 +391,18 @@ def _other_weight_bytes(model: Any) -> int:
 
 @contextlib.contextmanager
 def noted_experts() -> Iterator[list[tuple[int, int]]]:
-    """(distinct experts, bytes of their weights) of each call of the routed experts' op inside.
-
-    It sees the calls of compiled graphs too, which run ops through the same function; not those of
-    a CUDA graph's replays.
-    """
+    """(distinct experts, bytes of their weights) of each call of the routed experts' op inside."""
     met: list[tuple[int, int]] = []
-    run = _dispatch.run
 
-    def note(op: str, backends: Any, forced: Any, *args: Any, **kwargs: Any) -> Any:
+    def note(op: str, *args: Any) -> None:
         if op == "moe_experts":
             _, _, ids, gate_up, down = args[:5]
             number = ids[(ids >= 0) & (ids < gate_up.shape[0])].unique().numel()
             size = sum(weight[0].numel() * weight.element_size() for weight in (gate_up, down))
             met.append((number, number * size))
-        return run(op, backends, forced, *args, **kwargs)
 
-    setattr(_dispatch, "run", note)  # noqa: B010
-    try:
+    with _dispatch.observed(note):
         yield met
-    finally:
-        setattr(_dispatch, "run", run)  # noqa: B010
 
 
 def line(t: StepTime) -> str:

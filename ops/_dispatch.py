@@ -7,9 +7,10 @@ silence after a backend was forced.
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import importlib.util
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -71,12 +72,30 @@ def num_multiprocessors(device: torch.device) -> int:
     return torch.cuda.get_device_properties(device).multi_processor_count
 
 
+_observers: list[Callable[..., None]] = []
+
+
+@contextlib.contextmanager
+def observed(callback: Callable[..., None]) -> Iterator[None]:
+    """Call `callback(op, *args)` before each call inside, those of compiled graphs too.
+
+    Replays of CUDA graphs call nothing. Any thread's calls are seen.
+    """
+    _observers.append(callback)
+    try:
+        yield
+    finally:
+        _observers.remove(callback)
+
+
 def run(op: str, backends: Sequence[Backend], forced: str | None, *args: Any, **kwargs: Any) -> Any:
     """Run the first backend that can, or the forced one.
 
     Raises:
         ValueError: `forced` names no backend of this op, or one that cannot run this call.
     """
+    for observer in _observers:
+        observer(op, *args)
     if not forced:
         for backend in backends:
             if backend.why_not(*args, **kwargs) is None:

@@ -118,7 +118,9 @@ def why_not_cute(
             return f"the kernel takes bfloat16, got {tensor.dtype}"
     if weight_NK.shape[1] == 0 or weight_NK.shape[1] % 8:
         return f"in features must be a multiple of 8, got {weight_NK.shape[1]}"
-    if -(-weight_NK.shape[1] // stream_config_for(*weight_NK.shape).stage_columns) > MAX_STAGES:
+    num_rows = 1 if deterministic else x.numel() // weight_NK.shape[1]
+    config = stream_config_for(*weight_NK.shape, num_rows)
+    if -(-weight_NK.shape[1] // config.stage_columns) > MAX_STAGES:
         return f"there are too many in features: {weight_NK.shape[1]}"
     if weight_NK.stride(1) != 1 or weight_NK.stride(0) % 8 or weight_NK.data_ptr() % 16:
         return "the weight's rows must be dense and start at multiples of 16 bytes"

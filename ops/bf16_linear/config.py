@@ -103,8 +103,10 @@ def is_measured(num_features: int, num_columns: int) -> bool:
     return (num_features, num_columns) in MEASURED
 
 
-# Narrower weights are soon read, whatever reads them, and every K is a kernel to be compiled.
+# Of weights that nobody measured, narrower ones are soon read, whatever reads them, and every K is
+# a kernel to be compiled. `tune --keep NxK` compares any other with the library.
 _LEAST_COLUMNS = 512
+_MOST_FEATURES = 24_576
 
 
 def is_for_stream(num_features: int, num_columns: int) -> bool:
@@ -113,7 +115,13 @@ def is_for_stream(num_features: int, num_columns: int) -> bool:
 
 
 def library_wins(num_features: int, num_columns: int, num_rows: int) -> bool:
-    """Whether the library was the faster one for this weight and at most so many rows."""
+    """Whether the library was the faster one for this weight and at most so many rows.
+
+    It gets weights that nobody measured, too, if they are taller than those by which others are
+    judged: there it comes close to reading at full speed itself.
+    """
+    if num_features > _MOST_FEATURES and not is_measured(num_features, num_columns):
+        return True
     bucket = 1 << max(0, num_rows - 1).bit_length()
     return bucket in LIBRARY.get((num_features, num_columns), ())
 

@@ -5,7 +5,9 @@ others share out a stage's columns between them, multiply by tensor cores (16 ou
 of x) and add their sums up at the end of a tile, in one order. Where out features are too few for
 all multiprocessors, or x so wide that every block's reading all of it costs much, the blocks of a
 cluster share out K as well: each gets a share of the others' sums, and adds up in one order too. So
-results are the same in every run; a row's depend neither on the other rows nor on their number.
+results are the same in every run, and with one split a row's depend neither on the other rows nor
+on their number. A few weights have another split for many rows; it is not taken where rows must not
+depend on their number.
 
 The tensor cores do not care which columns they multiply as long as both sides agree. Here a lane
 takes eight adjacent columns of a row, so weights come out of shared memory 16 bytes at a time and x

@@ -108,9 +108,16 @@ def test_weights_that_nobody_measured_stream_unless_they_are_narrow(monkeypatch)
         asked.append(backends[0].name)
 
     monkeypatch.setattr(package._dispatch, "run", run)
-    for num_rows, N, K in ((6, 128, 6144), (6, 128, 256), (17, 128, 6144)):
-        package.run_bf16_linear(torch.zeros(num_rows, K), torch.zeros(N, K), None, None, False, "")
-    assert asked == ["cute", "triton", "reference"]
+    for num_rows, N, K in ((6, 128, 6144), (6, 128, 256), (17, 128, 6144), (6, 32_000, 512)):
+        package.run_bf16_linear(
+            torch.zeros(num_rows, K, device="meta"),
+            torch.zeros(N, K, device="meta"),
+            None,
+            None,
+            False,
+            "",
+        )
+    assert asked == ["cute", "triton", "reference", "reference"]
 
 
 def test_library_is_asked_about_the_next_power_of_two(monkeypatch):
@@ -222,6 +229,18 @@ def test_measured_splits_are_as_good_as_the_library(N, K, M):
     check_error(output, x, weight, None, None)
     again = [run_cute(x, weight, None, None, config=stream_config_for(N, K, M)) for _ in range(5)]
     assert all(torch.equal(output, other) for other in again)
+
+
+@pytest.mark.gpu
+def test_splits_for_many_rows_are_not_taken_where_rows_must_not_depend_on_their_number():
+    N, K = 2624, 6144
+    assert (N, K) in MANY_ROWS
+    x, weight, _, _ = make_inputs(16, N, K, device="cuda")
+    whole = bf16_linear(x, weight, deterministic=True, backend="cute")
+    for M in (FEW_ROWS, FEW_ROWS + 1):
+        output = bf16_linear(x[:M], weight, deterministic=True, backend="cute")
+        assert torch.equal(output, whole[:M])
+    assert torch.equal(bf16_linear(x[:FEW_ROWS], weight, backend="cute"), whole[:FEW_ROWS])
 
 
 @pytest.mark.gpu

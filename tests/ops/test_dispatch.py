@@ -71,3 +71,11 @@ def test_fp8_kernels_need_a_gpu_that_has_fp8(monkeypatch):
     ):
         reason = backends[0].why_not(*arguments)
         assert reason is None or "FP8" not in reason
+
+
+def test_calls_are_seen_while_somebody_observes():
+    seen = []
+    with _dispatch.observed(lambda *call: seen.append(call)):
+        _dispatch.run("op", BACKENDS, None, 3)
+    _dispatch.run("op", BACKENDS, None, 5)
+    assert seen == [("op", 3)]
