@@ -2,8 +2,15 @@
 
 from __future__ import annotations
 
+import torch
 import triton
 import triton.language as tl
+
+
+def inverse_of(value: float) -> float:
+    """1 / value in fp32, as torch takes it on a GPU for a tensor over a number."""
+    return float(1 / torch.tensor(value, dtype=torch.float32))
+
 
 FP8_MAX = tl.constexpr(448.0)
 AMAX_FLOOR = tl.constexpr(1e-4)

@@ -280,7 +280,8 @@ def warmup(
         num_draft_tokens: as `generate` will get it.
         max_cache_len: tokens that a sequence may reach, prompt and drafts included; graphs are
             made per capacity, in powers of two.
-        adaptive_draft_length: as `generate` will get it: shorter blocks are compiled too.
+        adaptive_draft_length: as `generate` will get it: shorter blocks are compiled too. CUDA
+            graphs of such calls are captured by them, as each pair of lengths comes up.
 
     Returns:
         Seconds that each batch size took.

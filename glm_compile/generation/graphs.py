@@ -82,7 +82,11 @@ class GraphedIteration:
         current.wait_stream(self._stream)
         for tensor in (block.scores_BSV, block.logits_BSV):
             tensor.record_stream(current)
-        self._addresses = addresses_of(self.iteration)
+        # Its first run may have moved weights, under the graphs of other lengths.
+        addresses = addresses_of(self.iteration)
+        if addresses != self._addresses:
+            self._graphs.clear()
+            self._addresses = addresses
         self._graphs[lengths] = None
         return block
 

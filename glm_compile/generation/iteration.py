@@ -197,7 +197,7 @@ class Iteration:
         drafts, probs = [], []
         for step in range(num_proposed):
             if self.do_sample:
-                _, probs_B1V = self._distribution(logits_B1V, view, step)
+                _, probs_B1V = self._distribution(logits_B1V, view, step, wants_scores=False)
                 probs.append(probs_B1V)
                 draft_B1 = self._draw_draft(probs_B1V, step)
             else:
@@ -266,7 +266,11 @@ class Iteration:
         return draft_B[:, None]
 
     def _distribution(
-        self, logits_BSV: torch.Tensor, view: HostView | None, num_drafts_before: int
+        self,
+        logits_BSV: torch.Tensor,
+        view: HostView | None,
+        num_drafts_before: int,
+        wants_scores: bool = True,
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Scores, if anybody asks for them, and probabilities."""
         state, processor = self.state, self.processor
@@ -274,7 +278,7 @@ class Iteration:
             scores_BSV = self._process(logits_BSV, view, num_drafts_before)
             return scores_BSV, probabilities(scores_BSV)
         scores_BSV = logits_BSV
-        if self.keeps_block:
+        if self.keeps_block and wants_scores:
             scores_BSV = self._process(logits_BSV, view, num_drafts_before)
         probs_BSV = processor.probabilities(
             logits_BSV, state.text_BW, self._starts(processor), num_drafts_before

@@ -10,6 +10,8 @@ from glm_compile.ops.filtered_softmax.reference import filtered_softmax_referenc
 
 __all__ = ["filtered_softmax"]
 
+# Rows are on the second axis of a grid.
+MAX_GRID = 65535
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 
@@ -67,6 +69,9 @@ def filtered_softmax(
 def _why_not_triton(
     scores_RV: torch.Tensor, temperature: float, top_k: int, top_p: float
 ) -> str | None:
+    num_rows, vocab_size = scores_RV.shape
+    if num_rows > MAX_GRID or vocab_size == 0:
+        return f"a grid has 1 to {MAX_GRID} rows of a value or more, got {tuple(scores_RV.shape)}"
     return _dispatch.why_no_triton(scores_RV)
 
 

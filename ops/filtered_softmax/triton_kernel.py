@@ -22,6 +22,8 @@ import torch
 import triton
 import triton.language as tl
 
+from glm_compile.ops._triton import inverse_of
+
 # Values of a piece; 8 a thread.
 _BLOCK_V = 1024
 _STATE_SIZE = 4
@@ -61,11 +63,17 @@ def _steps(has_top_k: bool, has_top_p: bool) -> list[_Step]:
 
 
 @triton.jit
-def load_keys(scores, stride_row, stride_value, temperature, row, v, inside):
+def load_keys(
+    scores, stride_row, stride_value, temperature, inverse, row, v, inside,
+    BY_INVERSE: tl.constexpr,
+):  # fmt: skip
     """Scores over temperature in fp32, and their keys in uint32."""
     at = row * stride_row + v.to(tl.int64) * stride_value
     score = tl.load(scores + at, mask=inside, other=0.0).to(tl.float32)
-    x = tl.div_rn(score, tl.zeros_like(score) + temperature)
+    if BY_INVERSE:  # noqa: SIM108
+        x = score * inverse
+    else:
+        x = tl.div_rn(score, tl.zeros_like(score) + temperature)
     # -0.0 equals 0.0, and the sign of a NaN does not count.
     x = tl.where(x == 0, 0.0, x)
     bits = tl.where(x == x, x.to(tl.int32, bitcast=True), 0x7FC00000)
@@ -88,8 +96,9 @@ def mass_of(x, largest):
 
 @triton.jit
 def target_mass(total, top_p):
-    """Mass that top-p keeps at least; never nothing."""
-    return tl.maximum(tl.ceil(total.to(tl.float64) * top_p).to(tl.int64), 1)
+    """Mass that top-p keeps at least; never nothing, nor more than there is."""
+    target = tl.ceil(total.to(tl.float64) * top_p).to(tl.int64)
+    return tl.maximum(tl.minimum(target, total), 1)
 
 
 @triton.jit
@@ -121,6 +130,7 @@ def weigh_kernel(
     stride_row,
     stride_value,
     temperature,
+    inverse,
     workspace,
     row_size,
     k,
@@ -135,6 +145,7 @@ def weigh_kernel(
     SHIFT: tl.constexpr,
     NUM_BINS: tl.constexpr,
     FINDS_LARGEST: tl.constexpr,
+    BY_INVERSE: tl.constexpr,
     BLOCK_V: tl.constexpr,
 ):
     """Weigh the values of a digit. `BEFORE` and `STATE` are places in the workspace."""
@@ -142,7 +153,9 @@ def weigh_kernel(
     workspace += row * row_size
     v = tl.program_id(0) * BLOCK_V + tl.arange(0, BLOCK_V)
     inside = v < vocab_size
-    x, key = load_keys(scores, stride_row, stride_value, temperature, row, v, inside)
+    x, key = load_keys(
+        scores, stride_row, stride_value, temperature, inverse, row, v, inside, BY_INVERSE
+    )
     if FINDS_LARGEST:
         tl.atomic_max(workspace, tl.max(tl.where(inside, key, 0), 0).to(tl.int64))
     if KIND != _NONE:
@@ -184,6 +197,7 @@ def tie_kernel(
     stride_row,
     stride_value,
     temperature,
+    inverse,
     workspace,
     row_size,
     k,
@@ -194,6 +208,7 @@ def tie_kernel(
     KIND_BEFORE: tl.constexpr,
     SHIFT_BEFORE: tl.constexpr,
     BINS_BEFORE: tl.constexpr,
+    BY_INVERSE: tl.constexpr,
     BLOCK_V: tl.constexpr,
 ):
     """Count the scores of each piece that equal top-p's threshold."""
@@ -201,7 +216,9 @@ def tie_kernel(
     workspace += row * row_size
     v = tl.program_id(0) * BLOCK_V + tl.arange(0, BLOCK_V)
     inside = v < vocab_size
-    _, key = load_keys(scores, stride_row, stride_value, temperature, row, v, inside)
+    _, key = load_keys(
+        scores, stride_row, stride_value, temperature, inverse, row, v, inside, BY_INVERSE
+    )
     _, _, threshold, _ = load_state(
         workspace + BEFORE, k, top_p, KIND_BEFORE, SHIFT_BEFORE, BINS_BEFORE
     )
@@ -215,6 +232,7 @@ def write_kernel(
     stride_row,
     stride_value,
     temperature,
+    inverse,
     workspace,
     row_size,
     k,
@@ -227,6 +245,7 @@ def write_kernel(
     SHIFT_BEFORE: tl.constexpr,
     BINS_BEFORE: tl.constexpr,
     HAS_TOP_P: tl.constexpr,
+    BY_INVERSE: tl.constexpr,
     BLOCK_V: tl.constexpr,
     BLOCK_N: tl.constexpr,
 ):
@@ -236,7 +255,9 @@ def write_kernel(
     workspace += row * row_size
     v = piece * BLOCK_V + tl.arange(0, BLOCK_V)
     inside = v < vocab_size
-    x, key = load_keys(scores, stride_row, stride_value, temperature, row, v, inside)
+    x, key = load_keys(
+        scores, stride_row, stride_value, temperature, inverse, row, v, inside, BY_INVERSE
+    )
     largest_key = tl.load(workspace)
     largest = to_score(largest_key)
     lowest, total, threshold, above = load_state(
@@ -254,7 +275,7 @@ def write_kernel(
         edge = threshold.to(tl.uint32)
         is_tie = inside & (key == edge)
         rank = tl.sum(tl.where(n < piece, count, 0), 0) + tl.cumsum(is_tie.to(tl.int32), 0) - 1
-        is_kept = (key > edge) | (is_tie & (rank >= removed))
+        is_kept &= (key > edge) | (is_tie & (rank >= removed))
     whole = total.to(tl.float32) * _MASS_UNIT
     prob = tl.where(is_kept, tl.div_rn(tl.exp(x - largest), tl.zeros_like(x) + whole), 0.0)
     has_none = (largest_key >= _HIGHEST) | (largest_key <= _LOWEST)
@@ -281,9 +302,11 @@ def filtered_softmax_triton(
     num_pieces = triton.cdiv(vocab_size, _BLOCK_V)
     grid = (num_pieces, num_rows)
     arguments = (
-        scores_RV, *scores_RV.stride(), temperature, workspace, row_size, top_k, top_p, vocab_size
+        scores_RV, *scores_RV.stride(), temperature, inverse_of(temperature), workspace, row_size,
+        top_k, top_p, vocab_size,
     )  # fmt: skip
-    options = {"BLOCK_V": _BLOCK_V, "num_warps": 4}
+    # On a GPU torch divides by a number through its inverse.
+    options = {"BY_INVERSE": scores_RV.is_cuda, "BLOCK_V": _BLOCK_V, "num_warps": 4}
     before = {"BEFORE": 1, "KIND_BEFORE": 0, "SHIFT_BEFORE": 0, "BINS_BEFORE": 2}
     for place, step in zip(places, steps):
         weigh_kernel[grid](

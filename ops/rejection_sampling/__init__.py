@@ -17,6 +17,8 @@ __all__ = ["Purpose", "draw_token", "rejection_sample"]
 
 # Drafts that one program holds.
 _MAX_TRITON_DRAFTS = 64
+# Sequences are on the second axis of a grid.
+_MAX_GRID = 65535
 
 
 def rejection_sample(
@@ -61,7 +63,9 @@ def rejection_sample(
             f"rejection_sample: p {tuple(p_BSV.shape)} belongs to drafts {expected} and q "
             f"{(*expected, vocab_size)}, got {tuple(drafts_Bk.shape)} and {tuple(q_BkV.shape)}"
         )
-    _check(p_BSV, q_BkV, row_keys_B, positions_B)
+    if drafts_Bk.dtype != torch.int64:
+        raise ValueError(f"rejection_sample: drafts must be int64, got {drafts_Bk.dtype}")
+    _check("rejection_sample", p_BSV, q_BkV, row_keys_B, positions_B)
     if num_rows == 1:
         return _run(p_BSV, None, None, row_keys_B, positions_B, 0, Purpose.TOKEN, backend)
     return _run(p_BSV, q_BkV, drafts_Bk, row_keys_B, positions_B, 0, Purpose.TOKEN, backend)
@@ -83,8 +87,14 @@ def draw_token(
         row_keys_B, positions_B, backend: as for `rejection_sample`.
         purpose: which numbers of the position are used.
         offset: is added to the positions.
+
+    Returns:
+        int64 [B]. Of a row with NaN, or without any weight, the id does not matter.
+
+    Raises:
+        ValueError: shapes or dtypes outside the above, or a forced backend that cannot run.
     """
-    _check(p_BV, None, row_keys_B, positions_B)
+    _check("draw_token", p_BV, None, row_keys_B, positions_B)
     tokens_B1, _, _ = _run(
         p_BV[:, None], None, None, row_keys_B, positions_B, offset, purpose, backend
     )
@@ -92,15 +102,19 @@ def draw_token(
 
 
 def _check(
-    p: torch.Tensor, q: torch.Tensor | None, row_keys_B: torch.Tensor, positions_B: torch.Tensor
+    op: str,
+    p: torch.Tensor,
+    q: torch.Tensor | None,
+    row_keys_B: torch.Tensor,
+    positions_B: torch.Tensor,
 ) -> None:
     for name, tensor in (("p", p), ("q", q)):
         if tensor is not None and tensor.dtype != torch.float32:
-            raise ValueError(f"rejection_sample: {name} must be float32, got {tensor.dtype}")
+            raise ValueError(f"{op}: {name} must be float32, got {tensor.dtype}")
     for name, tensor in (("row_keys", row_keys_B), ("positions", positions_B)):
         if tensor.dtype != torch.int64 or tensor.shape != p.shape[:1]:
             raise ValueError(
-                f"rejection_sample: {name} must be int64 [{p.shape[0]}], got {tensor.dtype} "
+                f"{op}: {name} must be int64 [{p.shape[0]}], got {tensor.dtype} "
                 f"{tuple(tensor.shape)}"
             )
 
@@ -124,6 +138,8 @@ def _run(
 def _why_not_triton(
     p_BSV: torch.Tensor, q_BkV: torch.Tensor | None, drafts_Bk: torch.Tensor | None, *rest: object
 ) -> str | None:
+    if p_BSV.shape[0] > _MAX_GRID:
+        return f"a grid has at most {_MAX_GRID} sequences, got {p_BSV.shape[0]}"
     if p_BSV.shape[1] > _MAX_TRITON_DRAFTS:
         return f"a block has more than {_MAX_TRITON_DRAFTS} rows: {p_BSV.shape[1]}"
     return _dispatch.why_no_triton(p_BSV, q_BkV, drafts_Bk)

@@ -238,6 +238,7 @@ def rejection_sample_triton(
     if not batch_size:
         return tokens_BS, num_tokens_B, has_weight_B
     p_BSV = p_BSV if p_BSV.stride(2) == 1 else p_BSV.contiguous()
+    row_keys_B, positions_B = row_keys_B.contiguous(), positions_B.contiguous()
     num_pieces = triton.cdiv(vocab_size, _BLOCK_V)
     num_races = 2 if num_drafts else 1
     quotients = torch.empty(num_races * batch_size * num_pieces, dtype=torch.float32, device=device)

@@ -16,6 +16,9 @@ from glm_compile.ops.repetition_penalty.reference import (
 
 __all__ = ["note_tokens", "repetition_penalty"]
 
+# Rows and sequences are on the second and third axis of a grid.
+_MAX_GRID = 65535
+
 
 def repetition_penalty(
     scores_BSV: torch.Tensor,
@@ -31,8 +34,8 @@ def repetition_penalty(
     """Scores of tokens that a row's prefix has: divided by the penalty, or times it below zero.
 
     Row s follows the text and `num_drafts` + s drafts, which stand behind it. As transformers'
-    RepetitionPenaltyLogitsProcessor (Keskar and others, "CTRL", 2019), to the bit. Deterministic;
-    nothing is read on the host.
+    RepetitionPenaltyLogitsProcessor (Keskar and others, "CTRL", 2019) on the same device, to the
+    bit. Deterministic; nothing is read on the host.
 
     Args:
         scores_BSV: float32.
@@ -56,6 +59,9 @@ def repetition_penalty(
             f"repetition_penalty: scores must be float32 [B, S, V] and seen [B, V + 1], got "
             f"{scores_BSV.dtype} {tuple(scores_BSV.shape)} and {tuple(seen_BV.shape)}"
         )
+    _check_integers(batch_size, text=text_BW, starts=starts_B, first=first_B)
+    if not penalty > 0:
+        raise ValueError(f"repetition_penalty: penalty must be above 0, got {penalty}")
     arguments = (
         scores_BSV, seen_BV, text_BW, starts_B, first_B, int(num_drafts), float(penalty)
     )  # fmt: skip
@@ -83,6 +89,13 @@ def note_tokens(
         first_B: int64, tokens before this column do not count.
         backend: as for `repetition_penalty`.
     """
+    integers = {"tokens": tokens_BS, "kept": kept_B, "starts": starts_B, "first": first_B}
+    _check_integers(len(seen_BV), **integers)
+    if seen_BV.dtype != torch.bool or not seen_BV.is_contiguous():
+        raise ValueError(
+            f"note_tokens: seen must be contiguous bool [B, V + 1], got {seen_BV.dtype} with "
+            f"strides {seen_BV.stride()}"
+        )
     arguments = (seen_BV, tokens_BS, kept_B, starts_B, first_B)
     if not backend:
         _note_op(*arguments)
@@ -90,7 +103,24 @@ def note_tokens(
         _dispatch.run("note_tokens", _NOTE_BACKENDS, backend, *arguments)
 
 
-def _why_not_triton(*arguments: object) -> str | None:
+def _check_integers(batch_size: int, **tensors: torch.Tensor) -> None:
+    """Vectors and rows are read as contiguous."""
+    for name, tensor in tensors.items():
+        is_right = tensor.dtype == torch.int64 and tensor.shape[0] == batch_size
+        if not is_right or (tensor.dim() == 1 and not tensor.is_contiguous()):
+            raise ValueError(
+                f"repetition_penalty: {name} must be int64 [{batch_size}, ...], contiguous, got "
+                f"{tensor.dtype} {tuple(tensor.shape)} with strides {tensor.stride()}"
+            )
+    text_BW = tensors.get("text")
+    if text_BW is not None and text_BW.stride(1) != 1:
+        raise ValueError("repetition_penalty: rows of text must be contiguous")
+
+
+def _why_not_triton(first: torch.Tensor, *rest: object) -> str | None:
+    if max(first.shape[:2] if first.dim() == 3 else first.shape[:1]) > _MAX_GRID:
+        return f"a grid has at most {_MAX_GRID} rows, got {tuple(first.shape)}"
+    arguments = (first, *rest)
     return _dispatch.why_no_triton(*(a for a in arguments if isinstance(a, torch.Tensor)))
 
 

@@ -9,6 +9,8 @@ import torch
 import triton
 import triton.language as tl
 
+from glm_compile.ops._triton import inverse_of
+
 # Scores of a program; 8 a thread.
 _BLOCK_V = 1024
 
@@ -26,8 +28,10 @@ def penalty_kernel(
     first,
     num_drafts,
     penalty,
+    inverse,
     out,
     vocab_size,
+    BY_INVERSE: tl.constexpr,
     BLOCK_V: tl.constexpr,
 ):
     row = tl.program_id(1)
@@ -43,8 +47,11 @@ def penalty_kernel(
     text += sequence * stride_text + start
     for i in range(num_drafts + row):
         is_seen |= (tl.load(text + i) == v) & (start + i >= first_column)
-    divisor = tl.zeros_like(score) + penalty
-    lower = tl.where(score < 0, score * penalty, tl.div_rn(score, divisor))
+    if BY_INVERSE:  # noqa: SIM108
+        quotient = score * inverse
+    else:
+        quotient = tl.div_rn(score, tl.zeros_like(score) + penalty)
+    lower = tl.where(score < 0, score * penalty, quotient)
     at = (sequence * tl.num_programs(1) + row) * vocab_size + v
     tl.store(out + at, tl.where(is_seen, lower, score), mask=inside)
 
@@ -79,7 +86,10 @@ def repetition_penalty_triton(
     num_drafts: int,
     penalty: float,
 ) -> torch.Tensor:
-    """Launch the kernel; scores whose rows are not contiguous are copied first."""
+    """Launch the kernel; scores whose rows are not contiguous are copied first.
+
+    On a GPU torch divides by a number through its inverse, so the kernel does.
+    """
     batch_size, num_rows, vocab_size = scores_BSV.shape
     out_BSV = torch.empty(scores_BSV.shape, dtype=scores_BSV.dtype, device=scores_BSV.device)
     if not out_BSV.numel():
@@ -97,8 +107,10 @@ def repetition_penalty_triton(
         first_B,
         num_drafts,
         penalty,
+        inverse_of(penalty),
         out_BSV,
         vocab_size,
+        BY_INVERSE=scores_BSV.is_cuda,
         BLOCK_V=_BLOCK_V,
         num_warps=4,
     )

@@ -129,6 +129,11 @@ def test_what_is_out_of_range_is_refused() -> None:
         filtered_softmax(scores.double())
 
 
+def test_it_is_an_op() -> None:
+    for scores in (make_scores("normal", 3, 40), make_scores("normal", 40, 3).t()):
+        torch.library.opcheck(torch.ops.glm.filtered_softmax.default, (scores, 0.7, 5, 0.9))
+
+
 def test_it_is_an_op_that_compiles() -> None:
     scores = make_scores("normal", 3, 40)
     compiled = torch.compile(filtered_softmax, backend="aot_eager", fullgraph=True)
@@ -170,6 +175,14 @@ def test_kernel_keeps_the_contract(kind: str) -> None:
 
 
 @pytest.mark.interpreter
+def test_kernel_where_top_p_rounds_to_one() -> None:
+    scores = make_scores("flat", 1, 20_000)
+    probs = filtered_softmax(scores, 1.0, 15_000, 1 - 1e-8, backend="triton")
+    expected = scores >= scores.topk(15_000)[0][:, -1:]
+    assert int(((probs > 0) != expected).sum()) <= 1
+
+
+@pytest.mark.interpreter
 def test_kernel_on_rows_without_a_distribution() -> None:
     check_kernel_without_distribution("cpu")
 
@@ -207,8 +220,8 @@ def test_kernels_compile_without_spills(arch: str) -> None:
     workspace = torch.empty(1, 500, dtype=torch.int64, device="meta")
     ties = torch.empty(1, 152, dtype=torch.int32, device="meta")
     probs = torch.empty(1, 154_880, device="meta")
-    arguments = [scores, 154_880, 1, 0.7, workspace, 500, 50, 0.95, 154_880]
-    block = {"BLOCK_V": 1024}
+    arguments = [scores, 154_880, 1, 0.7, 1 / 0.7, workspace, 500, 50, 0.95, 154_880]
+    block = {"BLOCK_V": 1024, "BY_INVERSE": True}
     for step, before in (
         ((1, 16, 256), (1, 24, 256)),
         ((2, 22, 32), (2, 27, 32)),

@@ -62,6 +62,8 @@ def all_cases_agree(device: str, num_seeds: int) -> None:
             weights = call["p_BSV"][:, -1]
             call = {name: t.to(device) for name, t in call.items()}
             assert_same(rejection_sample(**call, backend="triton"), expected)
+            apart = {n: torch.stack([call[n]] * 2, 1)[:, 0] for n in ("row_keys_B", "positions_B")}
+            assert_same(rejection_sample(**call | apart, backend="triton"), expected)
             accepted |= set(expected[1].tolist())
             call = {name: call[name] for name in ("row_keys_B", "positions_B")}
             drawn = [
@@ -166,6 +168,20 @@ def test_shapes_and_dtypes_are_checked() -> None:
         rejection_sample(**call | {"p_BSV": call["p_BSV"].double()})
     with pytest.raises(ValueError, match=r"positions must be int64 \[2\]"):
         rejection_sample(**call | {"positions_B": call["positions_B"].int()})
+    with pytest.raises(ValueError, match="drafts must be int64"):
+        rejection_sample(**call | {"drafts_Bk": call["drafts_Bk"].int()})
+    with pytest.raises(ValueError, match="draw_token: p must be float32"):
+        p, keys = torch.zeros(2, 3).half(), call["row_keys_B"]
+        draw_token(p, keys, call["positions_B"], Purpose.TOKEN)
+
+
+def test_it_is_an_op() -> None:
+    for num_drafts in (0, 2):
+        call = make_call(3, num_drafts, 40)
+        arguments = list(call.values())
+        if not num_drafts:
+            arguments[1:3] = None, None
+        torch.library.opcheck(torch.ops.glm.rejection_sample.default, (*arguments, 0, 0))
 
 
 def test_it_is_an_op_that_compiles() -> None:

@@ -40,15 +40,16 @@ def make_call(batch_size: int, num_rows: int, num_drafts: int, vocab_size: int) 
 
 def check(call: dict[str, Any], backend: str, device: str = "cpu") -> None:
     moved = {n: v.to(device) if isinstance(v, torch.Tensor) else v for n, v in call.items()}
-    scores = call["scores_BSV"]
     got = repetition_penalty(**moved, backend=backend).cpu()
+    scores = moved["scores_BSV"]  # torch on a GPU divides in another way
     processor = RepetitionPenaltyLogitsProcessor(call["penalty"])
     for b in range(scores.shape[0]):
         for s in range(scores.shape[1]):
             end = int(call["starts_B"][b]) + call["num_drafts"] + s
             prefix = call["text_BW"][b : b + 1, int(call["first_B"][b]) : end]
-            prefix = prefix[(prefix >= 0) & (prefix < scores.shape[2])][None]
-            assert torch.equal(got[b, s], processor(prefix, scores[b : b + 1, s])[0]), (b, s)
+            prefix = prefix[(prefix >= 0) & (prefix < scores.shape[2])][None].to(device)
+            expected = processor(prefix, scores[b : b + 1, s])[0].cpu()
+            assert torch.equal(got[b, s], expected), (b, s)
 
 
 def check_note(backend: str, device: str = "cpu") -> None:
@@ -77,6 +78,29 @@ def test_shapes_are_checked() -> None:
     call = make_call(2, 1, 0, 9)
     with pytest.raises(ValueError, match=r"seen \[B, V \+ 1\], got torch.float32 \(2, 1, 9\)"):
         repetition_penalty(**call | {"seen_BV": call["seen_BV"][:, 1:]})
+
+
+def test_they_are_ops() -> None:
+    call = make_call(2, 3, 1, 20)
+    torch.library.opcheck(torch.ops.glm.repetition_penalty.default, tuple(call.values()))
+    tokens, kept = torch.tensor([[3, 4], [5, 90]]), torch.tensor([2, 1])
+    where = (call["starts_B"], call["first_B"])
+    torch.library.opcheck(
+        torch.ops.glm.note_tokens.default, (call["seen_BV"], tokens, kept, *where)
+    )
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "message"),
+    [
+        ("starts_B", torch.tensor([5, 6], dtype=torch.int32), "starts must be int64"),
+        ("first_B", torch.arange(4)[::2], r"first must be int64 .*strides"),
+        ("penalty", 0.0, "penalty must be above 0"),
+    ],
+)
+def test_arguments_are_checked(name: str, value: Any, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        repetition_penalty(**make_call(2, 1, 0, 9) | {name: value})
 
 
 @pytest.mark.interpreter
@@ -119,10 +143,11 @@ def test_kernels_compile_without_spills(arch: str) -> None:
                 longs,
                 0,
                 1.2,
+                0.8,
                 scores,
                 154_880,
             ],
-            {"BLOCK_V": 1024},
+            {"BLOCK_V": 1024, "BY_INVERSE": True},
             4,
         ),
         (

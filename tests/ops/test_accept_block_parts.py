@@ -7,7 +7,7 @@ import itertools
 import pytest
 import torch
 
-from glm_compile.generation.accept import (
+from glm_compile.ops.accept_block.reference import (
     accept_greedy,
     append_block,
     clip_block,
