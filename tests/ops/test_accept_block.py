@@ -109,6 +109,18 @@ def test_without_ids_that_end_a_sequence() -> None:
     assert run(call, "reference")["kept_B"].tolist() == [4, 4, 4, 4, 3, 2, 1, 0]
 
 
+@pytest.mark.parametrize("is_greedy", [True, False])
+def test_it_is_an_op(is_greedy: bool) -> None:
+    """What it writes to is what its schema says."""
+    call = {"num_tokens_B": None, "has_weight_B": None} | make_call(3, 4, is_greedy=is_greedy)
+    names = (
+        "predicted_BS", "drafts_Bk", "num_tokens_B", "has_weight_B", "eos_ids_E", "budget",
+        "prompt_width", "text_BW", "counts_B", "finished_B", "kept_B", "tokens_BS", "bonus_B",
+        "row_B", "result_BR",
+    )  # fmt: skip
+    torch.library.opcheck(torch.ops.glm.accept_block.default, tuple(call[name] for name in names))
+
+
 def test_shapes_that_do_not_belong_together_are_refused() -> None:
     call = make_call(2, 3)
     with pytest.raises(ValueError, match="3 rows have 2 drafts"):

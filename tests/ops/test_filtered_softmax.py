@@ -63,8 +63,8 @@ def check_exactly(
     probs: torch.Tensor, scores: torch.Tensor, temperature: float, top_k: int, top_p: float
 ) -> None:
     """The contract in float64, row by row; tokens at the edge may go either way."""
-    for got, row in zip(probs.cpu().double(), scores.float().cpu()):
-        x = row / temperature
+    # Divided where they are: torch on a GPU rounds in another way.
+    for got, x in zip(probs.cpu().double(), (scores.float() / temperature).cpu()):
         kth = x.topk(min(top_k, len(x)))[0][-1] if top_k else -torch.inf
         weights = torch.where(x >= kth, (x - x.max()).double().exp(), 0.0)
         weights /= weights.sum()
