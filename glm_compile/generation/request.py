@@ -13,7 +13,11 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from transformers import GenerationConfig, RepetitionPenaltyLogitsProcessor
+from transformers import (
+    EncoderNoRepeatNGramLogitsProcessor,
+    GenerationConfig,
+    RepetitionPenaltyLogitsProcessor,
+)
 
 from glm_compile.generation.device_processors import DeviceProcessors
 from glm_compile.generation.processors import HostProcessors, make_processors
@@ -334,6 +338,37 @@ def _flat_ids(value: Any) -> list[int]:
     return [value]
 
 
+# Fields that are one number, by its kind.
+_NUMBERS: tuple[tuple[Any, str, tuple[str, ...]], ...] = (
+    (
+        numbers.Integral,
+        "an integer",
+        (
+            "min_length",
+            "min_new_tokens",
+            "no_repeat_ngram_size",
+            "encoder_no_repeat_ngram_size",
+            "top_k",
+        ),
+    ),
+    (
+        numbers.Real,
+        "a number",
+        (
+            "temperature",
+            "top_p",
+            "min_p",
+            "top_h",
+            "typical_p",
+            "epsilon_cutoff",
+            "eta_cutoff",
+            "repetition_penalty",
+            "encoder_repetition_penalty",
+        ),
+    ),
+)
+
+
 def check_processor_fields(
     model: Any, generation_config: Any, arguments: Mapping[str, Any]
 ) -> None:
@@ -351,6 +386,18 @@ def check_processor_fields(
         values = (getattr(config, name, None) for config in configs)
         return next((value for value in values if value is not None), None)
 
+    for kind, described, names in _NUMBERS:
+        for name in names:
+            value = value_of(name)
+            if value is not None and not isinstance(value, kind):
+                raise ValueError(f"generate: {name} must be {described}, got {value!r}")
+    for name in ("forced_bos_token_id", "forced_eos_token_id"):
+        value = value_of(name)
+        is_id = value is None or isinstance(value, numbers.Integral)
+        if not is_id and not _is_list_of(numbers.Integral, value):
+            raise ValueError(
+                f"generate: {name} must be a token id or a list of them, got {value!r}"
+            )
     for name in ("suppress_tokens", "begin_suppress_tokens"):
         value = value_of(name)
         if value is not None and not _is_list_of(numbers.Integral, value):
@@ -495,10 +542,13 @@ def build_request(
 
 
 def _ignore_padding(processor: Any, prompt: Prompt, attention_mask: torch.Tensor | None) -> Any:
-    """A repetition penalty that transformers prepared, for prompts whose padding is on the left.
+    """A processor that transformers prepared, for prompts whose padding is on the left.
 
-    It leaves out what stands before a row's first real token (from transformers 5.21 or so on).
+    A repetition penalty leaves out what stands before a row's first real token (from transformers
+    5.21 or so on); n-grams of the prompt are those of its real tokens, one behind the other.
     """
+    if type(processor) is EncoderNoRepeatNGramLogitsProcessor:
+        return _ngrams_of_aligned(processor, prompt)
     ignored = getattr(processor, "prompt_ignore_length", None)
     is_penalty = type(processor) is RepetitionPenaltyLogitsProcessor
     if not is_penalty or not isinstance(ignored, torch.Tensor) or attention_mask is None:
@@ -508,6 +558,20 @@ def _ignore_padding(processor: Any, prompt: Prompt, attention_mask: torch.Tensor
     processor = copy.copy(processor)
     processor.prompt_ignore_length = (prompt.given_width - prompt.lengths_B).to(ignored)
     return processor
+
+
+def _ngrams_of_aligned(processor: Any, prompt: Prompt) -> Any:
+    given_BW: Any = prompt.given_ids_BW
+    aligned_BW: Any = prompt.aligned_ids_BW
+    if torch.equal(given_BW, aligned_BW) or len(given_BW) % processor.batch_size:
+        return processor
+    # One for each prompt, of which there may be several sequences.
+    every = len(given_BW) // processor.batch_size
+    size = processor.ngram_size
+    of_given = EncoderNoRepeatNGramLogitsProcessor(size, given_BW[::every])
+    if processor.generated_ngrams != of_given.generated_ngrams:
+        return processor  # the caller's own, of another text
+    return EncoderNoRepeatNGramLogitsProcessor(size, aligned_BW[::every])
 
 
 def _pad_id(config: Any, stop: StopRules, batch_size: int) -> int:

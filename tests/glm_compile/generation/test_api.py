@@ -146,6 +146,42 @@ def test_greedy_fields_equal_transformers_in_a_batch(model: Any, fields: dict[st
     assert torch.equal(got, expected)
 
 
+@pytest.mark.parametrize("side", ["right", "holes"])
+@pytest.mark.parametrize("num_drafts", [0, 2])
+def test_ngrams_of_a_prompt_are_those_of_its_tokens(model: Any, side: str, num_drafts: int) -> None:
+    """Wherever the padding is: as if it were on the left."""
+    rows = [prompt_of(6), prompt_of(3, 1)]
+    fields: dict[str, Any] = {"encoder_no_repeat_ngram_size": 2, "eos_token_id": None}
+    fields |= {"mtp": random_mtp(model), "num_draft_tokens": num_drafts, "pad_token_id": 7}
+    scores = []
+    for where in ("left", side):
+        ids, mask = padded(rows, where, pad_id=7)
+        result = glm_compile.generate(
+            model, ids, attention_mask=mask, max_new_tokens=4, return_dict_in_generate=True,
+            output_scores=True, num_return_sequences=1, **fields,
+        )  # fmt: skip
+        scores.append((result.sequences[:, -4:], torch.stack(result.scores).isneginf()))
+    assert torch.equal(scores[0][0], scores[1][0])
+    if side == "right":  # with holes there is a column more of padding
+        assert torch.equal(scores[0][1], scores[1][1])
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"no_repeat_ngram_size": "2"}, "no_repeat_ngram_size must be an integer, got '2'"),
+        ({"min_new_tokens": "x"}, "min_new_tokens must be an integer"),
+        ({"top_p": "a", "do_sample": True}, "top_p must be a number"),
+        ({"temperature": [1.0], "do_sample": True}, "temperature must be a number"),
+        ({"forced_eos_token_id": "x"}, "forced_eos_token_id must be a token id or a list"),
+        ({"forced_bos_token_id": "a"}, "forced_bos_token_id must be a token id or a list"),
+    ],
+)
+def test_fields_of_another_kind_are_named(model: Any, fields: Any, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        glm_compile.generate(model, prompt_of(5), max_new_tokens=2, **fields)
+
+
 def test_the_generation_config_is_taken_and_left_alone(model: Any) -> None:
     config = GenerationConfig(max_new_tokens=4, eos_token_id=None, suppress_tokens=[370])
     before = config.to_dict()
