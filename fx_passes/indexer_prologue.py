@@ -448,7 +448,7 @@ def _arguments(build: Builder, found: Prologue, factor: float = 1.0) -> list[Any
     num_heads, head_dim = layouts.shape_of(found.q.x)[2:]
     batch, tokens = build.size(found.q.x, 0), build.size(found.q.x, 1)
     gates = found.gates
-    if (projection := _fp32_projection(gates)) is not None:
+    if (projection := _fp32_projection(gates, num_heads)) is not None:
         gates = build.call(glm.indexer_gates.default, *projection, "")
     return [
         found.q.x,
@@ -464,10 +464,13 @@ def _arguments(build: Builder, found: Prologue, factor: float = 1.0) -> list[Any
     ]
 
 
-def _fp32_projection(gates: fx.Node) -> tuple[fx.Node, fx.Node] | None:
+def _fp32_projection(gates: fx.Node, num_heads: int) -> tuple[fx.Node, fx.Node] | None:
     """(x, weight) of gates that are a linear with an fp32 weight of x cast to fp32, or None."""
-    found = canonical.linear(canonical.peel(gates).source)
+    peeled = canonical.peel(gates)
+    found = canonical.linear(peeled.source)
     if found is None or found.bias is not None or found.weight_casts != (torch.float32,):
+        return None
+    if found.num_out != num_heads or any(s.target not in layouts.RESHAPES for s in peeled.chain):
         return None
     if not canonical.is_cast(found.x) or layouts.dtype_of(found.x) != torch.float32:
         return None

@@ -8,7 +8,8 @@ one multiplying while the other reduces its products over the heads in registers
 Half of a decode step is latency. So what needs no other kernel's data is done before it is waited
 for, and what the lengths do not decide is asked for before they are known. That one warp asks for
 page after page is on purpose: four warps that ask for all at once make some blocks wait for their
-first page until others have all of theirs (128K keys on an H200: 12.5 us).
+first page until others have all of theirs (6 rows of 128K keys on one NVIDIA H200, 2026-11-30, by
+the method of tests/benchmarks/test_indexer_scores_benchmark.py: 12.5 us).
 
 The pages of each block are found from the lengths on the device. One tile of rows: page p goes to
 block p modulo their number. More: the pages of all tiles form one list, cut into one piece a block.
@@ -730,9 +731,11 @@ class IndexerScoresKernel:
         if next_slot >= self.num_stages:
             next_slot -= self.num_stages
             next_phase ^= 1
+        # Of all lanes, so that no lane's load is on its way any more.
+        loaded = cute.arch.vote_ballot_sync(scale.bitcast(Int32) == entry)
         cute.arch.sync_warp()
         with cute.arch.elect_one():
-            _arrive_after(is_empty + slot, scale.bitcast(Int32), entry)
+            _arrive_after(is_empty + slot, Int32(loaded))
         values = self._reduce(products, row_weights, softmax_scale, lane)
         if cutlass.const_expr(has_next):
             cute.arch.mbarrier_wait(is_full + next_slot, next_phase)
@@ -798,17 +801,17 @@ class IndexerScoresKernel:
         return values
 
 
-def _arrive_after(barrier, first: Int32, second: Int32) -> None:
-    """Arrive on a barrier once two loaded values are there.
+def _arrive_after(barrier, value: Int32) -> None:
+    """Arrive on a barrier once a value is there, which came from loads of all lanes.
 
     A page's slot is filled again by the copy engine, which does not wait for loads on their way:
-    both branches arrive, and which one is taken depends on the values.
+    both branches arrive, and which one is taken depends on the value.
     """
     inline_ptx(
-        "{\n.reg .pred same;\nsetp.eq.b32 same, {$r1}, {$r2};\n"
-        "@same mbarrier.arrive.shared::cta.b64 _, [{$r0}];\n"
-        "@!same mbarrier.arrive.shared::cta.b64 _, [{$r0}];\n}",
-        read_only_args=[Int32(barrier.toint()), first, second],
+        "{\n.reg .pred is_zero;\nsetp.eq.b32 is_zero, {$r1}, 0;\n"
+        "@is_zero mbarrier.arrive.shared::cta.b64 _, [{$r0}];\n"
+        "@!is_zero mbarrier.arrive.shared::cta.b64 _, [{$r0}];\n}",
+        read_only_args=[Int32(barrier.toint()), value],
     )
 
 
