@@ -2,6 +2,7 @@
 
 The tail alone is hot, as the projections have just written its inputs. The whole prologue, from the
 layer's normed input to what the scores read, reads cold weights: two merged linears and the tail.
+Head gates kept in fp32 read their weight cold too.
 
     pytest tests/benchmarks/test_indexer_prologue_benchmark.py --benchmark-enable
 
@@ -16,7 +17,11 @@ import pytest
 import torch
 
 from glm_compile import merge_weights
-from glm_compile.ops.indexer_prologue import indexer_prologue, indexer_prologue_fp8
+from glm_compile.ops.indexer_prologue import (
+    indexer_gates,
+    indexer_prologue,
+    indexer_prologue_fp8,
+)
 from glm_compile.ops.paged_cache import key_page_bytes
 from tests.benchmarks.conftest import cold_copies
 from tests.benchmarks.conftest import device as where
@@ -81,6 +86,24 @@ def test_indexer_prologue(
         [arguments],
         bytes_moved=num_bytes + B * S * ((H + 1) * D + 4),
         note="hot",
+    )
+
+
+@pytest.mark.parametrize("S", [1, 6, 64] if where() == "cuda" else [6])
+@pytest.mark.parametrize("backend", ["triton", "reference"])
+def test_indexer_gates(gpu_bench: Any, benchmark: Any, backend: str, S: int) -> None:
+    """Head gates of a weights_proj kept in fp32; the reference is a cast and the library."""
+    if where() == "cpu" and backend == "triton":
+        pytest.skip("the reference proves that the benchmark runs")
+    benchmark.group = f"indexer_gates S={S}"
+    hidden = torch.randn(1, S, 6144, device=where()).bfloat16()
+    weight_bytes = 4 * H * 6144
+    weights = torch.randn(cold_copies(weight_bytes), H, 6144, device=where())
+    gpu_bench(
+        lambda weight: indexer_gates(hidden, weight, backend=backend),
+        [(weight,) for weight in weights],
+        bytes_moved=weight_bytes + 2 * hidden.numel(),
+        note="weight cold",
     )
 
 
