@@ -38,19 +38,20 @@ types: venv-test
 	$(PY) -m mypy --explicit-package-bases ops
 
 # References, passes, backend, cache, generation, and every kernel compiled for sm_90a and sm_100a.
+# A GPU is hidden from these and the next two: they are the same everywhere, benchmarks small.
 test-cpu: venv-test
-	OMP_NUM_THREADS=1 $(PY) -m pytest -n $(WORKERS) --dist loadscope -m "not gpu and not big_memory"
+	CUDA_VISIBLE_DEVICES= OMP_NUM_THREADS=1 $(PY) -m pytest -n $(WORKERS) --dist loadscope -m "not gpu and not big_memory"
 
 # The logic of the Triton kernels, on the CPU, in a process of its own: the variable acts at import.
 test-interpreter: venv-test
-	TRITON_INTERPRET=1 OMP_NUM_THREADS=1 $(PY) -m pytest -n $(WORKERS) -m interpreter
+	CUDA_VISIBLE_DEVICES= TRITON_INTERPRET=1 OMP_NUM_THREADS=1 $(PY) -m pytest -n $(WORKERS) -m interpreter
 
 # What depends on transformers against the oldest supported one: all but the sampling's distributions,
 # the benchmark and what happens at Ctrl-C.
 test-oldest: venv-test
 	@test -e $(OLDEST)/.complete || { rm -rf $(OLDEST) && $(PY) -m pip install --no-deps \
 		--target $(OLDEST) transformers==$(OLDEST_TRANSFORMERS) && touch $(OLDEST)/.complete; }
-	PYTHONPATH=$(OLDEST) OMP_NUM_THREADS=1 $(PY) -m pytest -n $(WORKERS) --dist loadscope \
+	CUDA_VISIBLE_DEVICES= PYTHONPATH=$(OLDEST) OMP_NUM_THREADS=1 $(PY) -m pytest -n $(WORKERS) --dist loadscope \
 		-m "not gpu and not big_memory and not slow and not compile_only" \
 		--ignore-glob "*/test_generation_distribution*" --ignore-glob "*/test_interrupt.py" \
 		--ignore-glob "*/test_bench.py" tests/fx_passes tests/glm_compile tests/regressions

@@ -90,6 +90,8 @@ def loops(monkeypatch: pytest.MonkeyPatch) -> list[DecodingLoop]:
         "graph": capture,
     }.items():
         monkeypatch.setattr(torch.cuda, name, value)
+    # A build of torch for CUDA has it, and would ask for the real pool.
+    monkeypatch.setattr(torch._C, "_cuda_endAllocateToPool", lambda *args: None, raising=False)
     monkeypatch.setattr(torch.Tensor, "record_stream", lambda tensor, stream: None)
     monkeypatch.setattr(Iteration, "run", run_or_capture)
     monkeypatch.setattr(api, "wants_cuda_graph", lambda *args, **kwargs: True)
@@ -234,6 +236,11 @@ def test_graphs_of_another_cache_are_given_up(model: Any, steps: Any, loops: lis
         # A call inside another one finds none.
         with steps.graphs.borrow(request, iteration.target, None, other) as inner:
             assert inner is not graphed
+            assert inner.pool is graphed.pool
+    assert len(steps.graphs._graphs) == 2  # those of the first memory are kept beside them
+    pools = {id(g.iteration.cache): g.pool for g in steps.graphs._graphs.values()}
+    assert pools[id(other)] is not pools[id(iteration.cache)]
+    steps.graphs.keep([other])
     assert all(g.iteration.cache is other for g in steps.graphs._graphs.values())
 
 
