@@ -152,6 +152,15 @@ class _Same:
 # -- processors that do not look at the text ------------------------------------------------------
 
 
+class Nothing(Rule):
+    """A processor that leaves every score of this call as it is."""
+
+    reads_text = False
+
+    def __call__(self, scores_BSV: torch.Tensor, rows: Rows) -> torch.Tensor:
+        return scores_BSV
+
+
 class Unchanged(Rule):
     """A processor that never waits for the device: transformers' own code on the rows."""
 
@@ -272,7 +281,9 @@ class Forced(Rule):
 
 
 def forced_bos(processor: Any, call: Call) -> Rule:
-    """ForcedBOSTokenLogitsProcessor."""
+    """ForcedBOSTokenLogitsProcessor: the first token behind a prompt of one, else nothing."""
+    if call.prompt_BW.shape[1] > 1:
+        return Nothing()
     return Forced(call.mask(processor.bos_token_id, "forced_bos_token_id"), call.number(1))
 
 

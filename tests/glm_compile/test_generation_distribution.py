@@ -20,7 +20,8 @@ import torch
 from transformers import WatermarkingConfig
 
 import glm_compile
-from glm_compile.generation import sampling
+from glm_compile.ops.rejection_sampling import draw_token, rejection_sample
+from glm_compile.ops.rejection_sampling.random_numbers import Purpose
 from tests.glm_compile.generation.drafts import random_mtp
 from tests.tiny_models import tiny_config, tiny_model
 
@@ -424,17 +425,17 @@ def test_p_value() -> None:
 
 def test_a_bias_of_the_sampler_is_found(models: Models, monkeypatch: pytest.MonkeyPatch) -> None:
     """A rejected position drawn from the target instead of the residual."""
-    iteration = "glm_compile.generation.iteration.reject"
 
-    def reject(
+    def biased(
         p_BSV: torch.Tensor, q_BkV: torch.Tensor, drafts_Bk: torch.Tensor, *numbers: torch.Tensor
     ) -> Any:
-        tokens_BS, counts_B = sampling.reject(p_BSV, q_BkV, drafts_Bk, *numbers)
+        tokens_BS, counts_B, is_drawn_B = rejection_sample(p_BSV, q_BkV, drafts_Bk, *numbers)
         last_B1 = counts_B[:, None] - 1
         p_BV = p_BSV[torch.arange(len(p_BSV)), last_B1[:, 0]]
-        return tokens_BS.scatter(1, last_B1, sampling.draw(p_BV)[:, None]), counts_B
+        drawn_B = draw_token(p_BV, *numbers, Purpose.TOKEN, offset=1 << 20)
+        return tokens_BS.scatter(1, last_B1, drawn_B[:, None]), counts_B, is_drawn_B
 
-    monkeypatch.setattr(iteration, reject)
+    monkeypatch.setattr("glm_compile.generation.iteration.rejection_sample", biased)
     fields = complete({})
     tokens, _ = sampled(models, fields)
     with pytest.raises(AssertionError, match="joint"):

@@ -133,7 +133,8 @@ def test_a_repetition_penalty_leaves_padding_out_wherever_it_is(model: Any, side
             stopping_criteria=[], streamer=None, is_prompt_streamed=False, num_drafts=0,
             is_index_shared=False, returns_dict=False, vocab_size=VOCAB,
         )  # fmt: skip
-        return request.processor._processors[0].prompt_ignore_length
+        [rule] = request.processor.rules
+        return rule.tensors["first_B"]
 
     try:
         prepared = request_of((mask != 0).int().argmax(dim=1))
@@ -142,7 +143,7 @@ def test_a_repetition_penalty_leaves_padding_out_wherever_it_is(model: Any, side
     assert prepared.tolist() == [3]
     # One that the caller made for something else stays.
     assert request_of(torch.tensor([2])).tolist() == [2]
-    assert request_of(5) == 5 and request_of(None) is None
+    assert request_of(5).tolist() == [5] and request_of(None).tolist() == [0]
 
 
 # -- behind the end --------------------------------------------------------------------------------
