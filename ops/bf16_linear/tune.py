@@ -69,7 +69,7 @@ ROWS = (1, 2, 4, 6, 8, 16)
 # What the choices are made by: drafts of five and the token before them, and the most rows.
 _CHOSEN_BY = (6, 16)
 # Another split is taken for many rows where it takes this part of the time of the one for few.
-_ANOTHER_BELOW = 0.97
+_ANOTHER_BELOW = 0.99
 
 _COLD_BYTES = 180e6
 _BYTES_PER_GRAPH = 2e9

@@ -87,7 +87,7 @@ def plot(times: Sequence[Mapping[str, Any]], target: Path) -> None:
         panel.set_xticks(rows, list(map(str, rows)))
         panel.minorticks_off()
         panel.grid(True, alpha=0.3)
-        panel.legend(fontsize="small")
+        panel.legend(fontsize="small", loc="upper right", framealpha=0.5)
     panels[0].set_ylabel("times as fast as the library")
     figure.suptitle(f"GLM-5.2's bf16 linears, weights cold ({times[0]['device']})")
     figure.tight_layout()

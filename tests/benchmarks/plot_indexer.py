@@ -54,10 +54,10 @@ def plot(report: Mapping[str, Any], target: Path, rows: Sequence[int] = (1, 6)) 
 
 
 def draw(panel: Any, lines: Mapping[Any, Sequence], labels: Mapping[Any, str]) -> None:
-    """Draw lines of (context, time) into a panel with logarithmic axes."""
-    for key, label in labels.items():
+    """Draw lines of (context, time) into a panel with logarithmic axes, a label in one colour."""
+    for i, (key, label) in enumerate(labels.items()):
         if points := lines.get(key):
-            panel.plot(*zip(*points), marker="o", label=label)
+            panel.plot(*zip(*points), marker="o", label=label, color=f"C{i}")
     contexts = sorted({context for points in lines.values() for context, _ in points})
     panel.set(xscale="log", yscale="log", xlabel="cached tokens")
     panel.set_xticks(contexts, [_short(context) for context in contexts])

@@ -59,17 +59,28 @@ def plot(times: list[Mapping[str, Any]], target: Path, query_lens: Sequence[int]
     figure, panels = pyplot.subplots(
         1, len(query_lens), figsize=(5 * len(query_lens), 4), sharey=True, squeeze=False
     )
+    drawn = [t for t in times if t["query_len"] in query_lens]
+    top = 2 * max(t["median_us"] or 0 for t in drawn) / 1e3
+    lowest = min(t["median_us"] for t in drawn if t["median_us"]) / 1e3
+    legend = {}
     for panel, query_len in zip(panels[0], query_lens):
         draw(panel, read_lines(times, query_len), LABELS)
         panel.set_title(f"{query_len} query token{'s' if query_len > 1 else ''}")
         if floor := read_floor(times, query_len):
             panel.axhline(floor, color="grey", linestyle=":")
-            panel.annotate(
-                "weights alone", (0.02, floor * 0.97), xycoords=("axes fraction", "data"), va="top"
-            )
-            panel.set_ylim(bottom=floor / 2)
+            place = ("axes fraction", "data")
+            panel.annotate("weights alone", (0.02, floor * 0.95), xycoords=place, va="top")
+        for t in drawn:
+            if t["query_len"] == query_len and t["median_us"] is None:
+                colour = f"C{list(LABELS).index(t['backend'])}"
+                panel.annotate(
+                    "out of memory", (t["cache_len"], top * 0.8), color=colour, ha="right", va="top"
+                )
+        handles, labels = panel.get_legend_handles_labels()
+        legend.update(zip(labels, handles))
+    panels[0][0].set_ylim(lowest / 2, top)
     panels[0][0].set_ylabel("decode step (ms)")
-    panels[0][0].legend(fontsize="small")
+    panels[0][0].legend(legend.values(), legend.keys(), fontsize="small")
     figure.suptitle(f"GLM-5.2, three dense and three MoE layers ({times[0]['device']})")
     figure.tight_layout()
     figure.savefig(target, dpi=150)
