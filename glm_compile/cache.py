@@ -90,8 +90,8 @@ class PagedCache(Cache):
         device: None for torch's default device.
         num_mtp_layers: MTP layers that keep their rows here, behind the decoder layers; their index
             is `config.num_hidden_layers + i`. They roll back together with the rest.
-        memory: a cache of the same layers and dtypes with at least as many pages: the new one keeps
-            its tokens there, so that only one of them may hold any at a time.
+        memory: a cache of the same layers, dtypes and device with at least as many pages: the new
+            one keeps its tokens there, so that only one of them may hold any at a time.
 
     Attributes:
         lengths: int32 [B], tokens held by each sequence. Its address never changes.
@@ -146,6 +146,8 @@ class PagedCache(Cache):
             return PagedLayer(latent_pages, key_pages, batch_size)
 
         kinds = [kind == FULL for kind in facts.indexer_types] + [True] * num_mtp_layers
+        if memory is not None:
+            _check_memory(memory, kinds, num_pages, facts, dtype, is_fp8, device)
         # Tensors made in inference mode could not be written in a later call outside of it.
         with torch.inference_mode(False):
             layers: Any = [make_layer(is_full) for is_full in kinds] if memory is None else []
@@ -652,6 +654,47 @@ class SeedCache(Cache):
         batch_size, num_rows = self.seed.is_valid_BK.shape
         rows_K = torch.arange(num_rows, dtype=torch.int32, device=self.seed.is_valid_BK.device)
         return rows_K.expand(batch_size, 1, num_rows)
+
+
+def _check_memory(
+    memory: PagedCache,
+    kinds: Sequence[bool],
+    num_pages: int,
+    facts: GlmDsaConfig,
+    dtype: torch.dtype,
+    is_fp8: bool,
+    device: torch.device | str | int | None,
+) -> None:
+    """Raise for a memory that does not hold such layers: a larger part of it would move it."""
+    index_dtype = torch.uint8 if is_fp8 else dtype
+    key_width = key_page_bytes(facts.index_head_dim) if is_fp8 else facts.index_head_dim
+    expected = [
+        (facts.latent_dim, dtype, key_width if is_full else None, index_dtype if is_full else None)
+        for is_full in kinds
+    ]
+    found = [
+        (
+            layer.latent_pages.shape[-1],
+            layer.latent_pages.dtype,
+            None if layer.key_pages is None else layer.key_pages.shape[-1],
+            None if layer.key_pages is None else layer.key_pages.dtype,
+        )
+        for layer in memory.layers
+    ]
+    if found != expected:
+        raise ValueError(
+            f"PagedCache: memory must be a cache of the same layers; expected {len(expected)} of "
+            f"(latent width, dtype, key width, dtype) {list(dict.fromkeys(expected))}, found "
+            f"{len(found)} of {list(dict.fromkeys(found))}"
+        )
+    wanted = torch.empty(0, device=device).device
+    if memory.lengths.device != wanted:
+        raise ValueError(f"PagedCache: memory is on {memory.lengths.device}, expected {wanted}")
+    if memory.num_pages < num_pages:
+        raise ValueError(
+            f"PagedCache: {num_pages} pages are needed, memory has {memory.num_pages}; make it "
+            "first, and larger"
+        )
 
 
 def _layer_on(layer: PagedLayer, num_pages: int, batch_size: int) -> PagedLayer:

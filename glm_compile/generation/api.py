@@ -276,7 +276,8 @@ def warmup(
         mtp: the MTP layer, if `generate` will get one.
         batch_sizes: each has graphs of its own. Calls are brought to 1, 2, 3, 4, 6, 8, 12, 16, 24,
             32, 48 or 64 sequences by some that are finished from the start, where nobody sees them
-            (see `padding`), so that these sizes are enough.
+            and they take no more than 32,768 tokens of the cache (see `padding`), so that these
+            sizes are enough for texts that are not long.
         num_draft_tokens: as `generate` will get it.
         max_cache_len: tokens that a sequence may reach, prompt and drafts included; graphs are
             made per capacity, in powers of two.
@@ -291,6 +292,12 @@ def warmup(
     from glm_compile.report import listening
 
     check_model(model)
+    _check_batch_sizes(batch_sizes)
+    is_number = isinstance(num_draft_tokens, int) and not isinstance(num_draft_tokens, bool)
+    if not is_number or num_draft_tokens < 0:
+        raise ValueError(
+            f"warmup: num_draft_tokens must be an integer of at least 0, got {num_draft_tokens!r}"
+        )
     num_drafts = num_draft_tokens if mtp is not None else 0
     lengths = draft_lengths(num_drafts) if adaptive_draft_length and num_drafts else (num_drafts,)
     # Each further length has a verify and an extend step of its own.
@@ -322,6 +329,7 @@ def warmup(
                         min_new_tokens=3 + 2 * count,
                         max_cache_len=max_cache_len,
                         do_sample=False,
+                        num_return_sequences=1,
                         cuda_graph=False,
                     )
             if CAPTURES_BY_DEFAULT and compiler is not None and device.type == "cuda":
@@ -329,6 +337,17 @@ def warmup(
                     _capture_ahead(model, mtp, prompt, count, max_cache_len)
             seconds[batch_size] = time.perf_counter() - start
     return seconds
+
+
+def _check_batch_sizes(batch_sizes: Any) -> None:
+    """Raise ValueError for what is no sequence of batch sizes."""
+    is_sequence = isinstance(batch_sizes, Sequence) and not isinstance(batch_sizes, str)
+    if not is_sequence or not all(
+        isinstance(size, int) and not isinstance(size, bool) and size > 0 for size in batch_sizes
+    ):
+        raise ValueError(
+            f"warmup: batch_sizes must be a sequence of positive integers, got {batch_sizes!r}"
+        )
 
 
 def _capture_ahead(
@@ -348,6 +367,7 @@ def _capture_ahead(
             num_draft_tokens=num_drafts,
             max_new_tokens=1 + 2 * (1 + num_drafts) + 1,
             max_cache_len=max_cache_len,
+            num_return_sequences=1,
             pad_token_id=0 if config.pad_token_id is None else config.pad_token_id,
         )
 
@@ -399,7 +419,7 @@ def _decode(
     if compiler is not None:
         request = pad_batch(request)
     is_graphed = wants_cuda_graph(
-        cuda_graph, request.processor, model, is_compiled=compiler is not None
+        cuda_graph, request.processor, model, is_compiled=getattr(compiler, "is_own", False)
     )
     uses_mtp = request.num_drafts > 0
     with steps.borrow_cache(request.batch_size, needed_cache_len(request), int(uses_mtp)) as cache:

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import contextlib
 import traceback
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -43,7 +43,7 @@ class GraphedIteration:
         self.iteration = iteration
         self.keeps_block = keeps_block
         self.num_captures = 0
-        self._pool = pool
+        self.pool = pool
         self._device = iteration.cache.lengths.device
         self._stream = torch.cuda.Stream(device=self._device)
         # By (drafts to verify, drafts to propose); None for what has run once.
@@ -101,7 +101,7 @@ class GraphedIteration:
             # Other threads (a streamer's reader) may go on using the device.
             with torch.cuda.graph(
                 graph,
-                pool=self._pool,
+                pool=self.pool,
                 stream=self._stream,
                 capture_error_mode="thread_local",
             ):
@@ -122,8 +122,8 @@ class GraphedIteration:
         end = getattr(torch._C, "_cuda_endAllocateToPool", None)
         # It raises where the capture's own end has done it.
         with contextlib.suppress(RuntimeError):
-            if end is not None and self._pool is not None:
-                end(torch.cuda.current_device(), self._pool)
+            if end is not None and self.pool is not None:
+                end(torch.cuda.current_device(), self.pool)
 
 
 class GraphStore:
@@ -131,28 +131,34 @@ class GraphStore:
 
     def __init__(self) -> None:
         self._graphs: dict[Any, GraphedIteration] = {}
-        self._pool: Any = None
 
-    def clear(self) -> None:
-        """Give all graphs up."""
-        self._graphs.clear()
+    def keep(self, memories: Iterable[PagedCache]) -> None:
+        """Give the graphs on other caches' memory up: they would keep it alive."""
+        kept = {id(memory) for memory in memories}
+        self._graphs = {
+            key: graph
+            for key, graph in self._graphs.items()
+            if id(graph.iteration.cache.memory) in kept
+        }
+
+    def _pool_of(self, cache: PagedCache) -> Any:
+        """The graphs' memory: one for each cache's, because calls on two may run side by side."""
+        for graph in self._graphs.values():
+            if graph.iteration.cache.memory is cache.memory:
+                return graph.pool
+        return torch.cuda.graph_pool_handle()
 
     @contextlib.contextmanager
     def borrow(
         self, request: Request, target: TargetSteps, mtp: MtpSteps | None, cache: PagedCache
     ) -> Iterator[GraphedIteration]:
         """An iteration for this call; a call inside another one gets one of its own."""
-        # A graph writes to its cache; one whose memory is gone must not keep that alive.
-        self._graphs = {
-            key: graph
-            for key, graph in self._graphs.items()
-            if graph.iteration.cache.memory is cache.memory
-        }
         width = max(needed_width(request), cache.max_cache_len)
         width = 1 << (width - 1).bit_length()
         assert isinstance(request.processor, DeviceProcessors)
         keeps_block = request.keeps_scores or request.keeps_logits
         key = (
+            id(cache.memory),
             request.batch_size,
             cache.max_cache_len,
             request.num_drafts,
@@ -170,10 +176,8 @@ class GraphStore:
             if any(a is not b for a, b in parts):
                 graphed = None
         if graphed is None:
-            if self._pool is None:
-                self._pool = torch.cuda.graph_pool_handle()
             iteration = Iteration(request, target, mtp, cache, min_text_width=width)
-            graphed = GraphedIteration(iteration, keeps_block, self._pool)
+            graphed = GraphedIteration(iteration, keeps_block, self._pool_of(cache))
         graphed.check_addresses()
         try:
             yield graphed

@@ -346,7 +346,8 @@ class DecodingLoop:
         # bonus token, which the chunks with a last token have to wait for.
         ahead_BP = prompt.ids_BP.roll(-1, dims=1)
         drafts = self.mtp is not None and self.request.max_new_tokens > 1
-        first_end = int(last_B.min()) if drafts else 0
+        num_sequences = self.request.batch_size - self.request.num_padding
+        first_end = int(last_B[:num_sequences].min()) if drafts else 0
         waiting: list[tuple[int, torch.Tensor]] = []
         logits_BV: torch.Tensor | None = None
         for start, stop in self._chunks():
@@ -397,9 +398,10 @@ class DecodingLoop:
             num_rows = min(MAX_PROMPT_ROWS, MAX_PROMPT_SCORES // self.cache.max_cache_len)
             size = max(num_rows // self.request.batch_size, MIN_CHUNK)
         starts = list(range(0, width, size))
-        # A dynamic size of one is another graph.
-        if width - starts[-1] == 1 and len(starts) > 1 and size > 2:
-            starts[-1] -= 1
+        # A dynamic size of one is another graph: the last column joins one or two before it.
+        if width - starts[-1] == 1 and len(starts) > 1 and size > 1:
+            last = starts.pop()
+            starts += [last - 1] if size > 2 else []
         return list(zip(starts, [*starts[1:], width]))
 
 

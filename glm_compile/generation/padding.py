@@ -1,7 +1,8 @@
 """Batches brought to a few sizes, so that calls share compiled steps and captured iterations.
 
 What is added is rows of one token that are finished from the start: they take part in every step,
-in pages of their own, keep nothing, and are cut off the result.
+in pages of their own, keep nothing, and are cut off the result. They cost their part of the
+prompt's work and of the cache, so there are none beside long texts.
 
 B batch, W prompt width, P compacted prompt width.
 """
@@ -13,15 +14,18 @@ import dataclasses
 import torch
 
 from glm_compile.generation.device_processors import DeviceProcessors
+from glm_compile.generation.loop import needed_cache_len
 from glm_compile.generation.prompt import Prompt
 from glm_compile.generation.request import Request
 
 # Sizes that calls are brought to; a larger batch stays as it is.
 BATCH_SIZES = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64)
+# Tokens of the cache that all added rows together may take.
+MAX_PADDING_TOKENS = 1 << 15
 
 
 def pad_batch(request: Request) -> Request:
-    """The request with the next of `BATCH_SIZES` rows, or as it is where rows would be seen.
+    """The request with the next of `BATCH_SIZES` rows; as it is where they would cost, or be seen.
 
     A criterion gets the texts of the whole batch, and so may a processor; scores and logits are
     handed out; plain sampling draws numbers for the whole batch at once, as transformers does.
@@ -36,14 +40,17 @@ def pad_batch(request: Request) -> Request:
         or draws_as_transformers
         or not isinstance(request.processor, DeviceProcessors)
     )
-    if size == batch_size or is_seen:
+    num_padding = size - batch_size
+    # They take their part of the prompt's work and of the cache.
+    is_large = num_padding * needed_cache_len(request) > MAX_PADDING_TOKENS
+    if num_padding == 0 or is_seen or is_large:
         return request
     assert isinstance(request.processor, DeviceProcessors)
-    request.processor.add_rows(size - batch_size)
+    request.processor.add_rows(num_padding)
     return dataclasses.replace(
         request,
-        prompt=_pad_prompt(request.prompt, size - batch_size),
-        num_padding=size - batch_size,
+        prompt=_pad_prompt(request.prompt, num_padding),
+        num_padding=num_padding,
     )
 
 

@@ -54,7 +54,6 @@ def compact_prompt(
     *,
     fill_id: int = 0,
     min_width: int = 1,
-    multiple_of: int | None = None,
 ) -> Prompt:
     """Remove the padding of each row: left, right or in the middle.
 
@@ -67,7 +66,6 @@ def compact_prompt(
         attention_mask_BW: 0 (or False) for padding; None: every token is real.
         fill_id: a valid token id for the unused tail.
         min_width: the result is at least this wide.
-        multiple_of: and a multiple of this, so that chunks of it are all alike.
     """
     if input_ids_BW.dim() != 2 or input_ids_BW.shape[1] == 0 or input_ids_BW.shape[0] == 0:
         raise ValueError(
@@ -89,8 +87,6 @@ def compact_prompt(
         rows = (lengths_B == 0).nonzero().flatten().tolist()
         raise ValueError(f"generate: attention_mask leaves no token in row(s) {rows}")
     compact_width = max(int(lengths_B.max()), min_width)
-    if multiple_of is not None:
-        compact_width = -(-compact_width // multiple_of) * multiple_of
     # A stable sort keeps the order of the real tokens and moves the padding behind them.
     order_BW = torch.sort((~real_BW).to(torch.int8), dim=1, stable=True).indices
     ids_BP = input_ids_BW.new_full((batch_size, compact_width), fill_id, dtype=torch.long)

@@ -488,9 +488,7 @@ def build_request(
                 f"generate: stopping_criteria holds {criterion!r}, which is not callable"
             )
     chunk_size = _chunk_size(config.prefill_chunk_size, min_prompt_width)
-    prompt = compact_prompt(
-        input_ids, attention_mask, multiple_of=chunk_size, min_width=min_prompt_width
-    )
+    prompt = compact_prompt(input_ids, attention_mask, min_width=min_prompt_width)
     # Judged on real tokens only: padding may be any id.
     biggest, smallest = int(prompt.ids_BP.max()), int(prompt.ids_BP.min())
     if smallest < 0 or biggest >= vocab_size:
@@ -589,6 +587,8 @@ def _pad_id(config: Any, stop: StopRules, batch_size: int) -> int:
 def _chunk_size(value: int | None, least: int) -> int | None:
     if value is None:
         return None
-    if value < 1:
-        raise ValueError(f"generate: prefill_chunk_size must be at least 1, got {value}")
+    if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+        raise ValueError(
+            f"generate: prefill_chunk_size must be an integer of at least 1 or None, got {value!r}"
+        )
     return max(value, least)

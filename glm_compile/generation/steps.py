@@ -17,6 +17,7 @@ from typing import Any
 
 import torch
 
+from glm_compile.backend import glm
 from glm_compile.cache import DraftSeed, PagedCache
 from glm_compile.errors import UnsupportedError
 from glm_compile.generation.graphs import GraphStore
@@ -43,6 +44,12 @@ class Compiler:
     owner: Any
     backend: Callable
     options: dict[str, Any]
+
+    @property
+    def is_own(self) -> bool:
+        """Whether it is this package's backend."""
+        function = getattr(self.backend, "compiler_fn", self.backend)
+        return getattr(function, "__module__", None) == glm.__module__
 
     def __call__(self, step: Callable) -> Callable:
         """Compile one step; sizes are static unless they are marked."""
@@ -214,8 +221,9 @@ class Steps:
         self.compiler = compiler
         self._target: dict[Any, TargetSteps] = {}
         self._mtp: dict[Any, MtpSteps] = {}
-        # Caches of calls so far, all on the memory of one.
+        # Caches of calls so far, all on the memory of one; and those of calls that are open.
         self._caches: list[PagedCache] = []
+        self._open: list[list[PagedCache]] = []
         #: captured iterations
         self.graphs = GraphStore()
 
@@ -239,7 +247,7 @@ class Steps:
 
     def for_mtp(self, mtp: Any, cache: PagedCache, is_index_shared: bool) -> MtpSteps:
         """Forwards of an MTP layer on such a cache."""
-        key = (cache.batch_size, cache.max_cache_len, is_index_shared)
+        key = (cache.batch_size, cache.max_cache_len, is_index_shared, id(mtp))
         steps = self._mtp.get(key)
         if steps is None or steps.mtp is not mtp:
             steps = self._mtp[key] = MtpSteps(mtp, self.compiler, is_index_shared)
@@ -265,12 +273,15 @@ class Steps:
             return
         # Nobody else finds them meanwhile.
         caches, self._caches = self._caches, []
+        self._open.append(caches)
         try:
             cache = self._find_cache(caches, batch_size, num_tokens)
             cache.reset()
             yield cache
         finally:
+            self._open = [others for others in self._open if others is not caches]
             self._caches = caches
+            self._drop_graphs()
 
     def _find_cache(self, caches: list[PagedCache], batch_size: int, num_tokens: int) -> PagedCache:
         """One of the caches, or a new one among them."""
@@ -287,9 +298,13 @@ class Steps:
             # The old memory goes first, and what holds it: both need not fit.
             caches.clear()
             memory = None
-            self.graphs.clear()
+            self._drop_graphs()
         caches.append(self._make_cache(batch_size, capacity, 1, memory))
         return caches[-1]
+
+    def _drop_graphs(self) -> None:
+        """Give up the graphs on memory that nobody has any more."""
+        self.graphs.keep(cache.memory for caches in (*self._open, self._caches) for cache in caches)
 
     def _make_cache(
         self,

@@ -11,11 +11,13 @@ from typing import Any
 import pytest
 import torch
 
-from glm_compile.generation import api
+import glm_compile
+from glm_compile.cache import PagedCache
+from glm_compile.generation import api, padding
 from glm_compile.generation.graphs import GraphStore
 from glm_compile.generation.loop import DecodingLoop
 from glm_compile.generation.padding import BATCH_SIZES
-from glm_compile.generation.steps import Steps
+from glm_compile.generation.steps import MtpSteps, Steps, TargetSteps
 from tests.glm_compile.generation.drafts import (
     NEW,
     cached_rows,
@@ -173,12 +175,132 @@ def test_batches_in_turn_share_one_memory(model: Any, loops: list[DecodingLoop])
 def test_a_larger_call_takes_a_new_memory(
     model: Any, loops: list[DecodingLoop], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    cleared: list[int] = []
-    monkeypatch.setattr(GraphStore, "clear", lambda store: cleared.append(1))
+    kept: list[list[Any]] = []
+    keep = GraphStore.keep
+    monkeypatch.setattr(
+        GraphStore, "keep", lambda store, memories: (kept.append(m := [*memories]), keep(store, m))
+    )
     run(model, prompt_of(5))
     run(model, prompt_of(5), max_cache_len=4096)
     run(model, prompt_of(5))
-    assert len(cleared) == 1  # what is held by graphs must go before the new one is made
+    # At the end of each call; and what graphs hold must go before the new one is made.
+    assert [len(memories) for memories in kept] == [1, 0, 1, 1]
     assert [loop.cache.max_cache_len for loop in loops] == [256, 4096, 4096]
     steps = Steps.of(model, api.unwrap_compiled(model)[1])
-    assert [cache.max_cache_len for cache in steps._caches] == [4096]
+    assert {cache.max_cache_len for cache in steps._caches} == {4096}
+
+
+def test_a_call_inside_another_one_leaves_its_caches_and_graphs(
+    model: Any, loops: list[DecodingLoop], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    kept: list[set[int]] = []
+    monkeypatch.setattr(
+        GraphStore, "keep", lambda store, memories: kept.append({id(m) for m in memories})
+    )
+
+    class Nested:
+        puts = 0
+
+        def put(self, value: torch.Tensor) -> None:
+            self.puts += 1
+            if self.puts == 3:
+                run(model, prompt_of(7), max_new_tokens=3, max_cache_len=2048)
+
+        def end(self) -> None:
+            pass
+
+    run(model, prompt_of(5), streamer=Nested())
+    outer, inner = (loop.cache.memory for loop in loops)
+    assert outer is not inner and kept[-2] == {id(outer), id(inner)} and kept[-1] == {id(outer)}
+    run(model, prompt_of(5))
+    assert loops[-1].cache.memory is outer
+
+
+def test_no_rows_where_they_would_cost_much(
+    model: Any, loops: list[DecodingLoop], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ids, mask = prompts(5)
+    needed = ids.shape[1] + 3 + 1
+    for limit, expected in ((needed, 6), (needed - 1, 5)):
+        monkeypatch.setattr(padding, "MAX_PADDING_TOKENS", limit)
+        run(model, ids, attention_mask=mask, max_new_tokens=3)
+        assert loops[-1].cache.batch_size == expected
+
+
+def test_parts_of_a_prompt_do_not_wait_for_padding(
+    model: Any, loops: list[DecodingLoop], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Only the last part's hidden states are kept until its MTP rows can be made."""
+    log: list[str] = []
+    for cls, name in ((TargetSteps, "prompt"), (MtpSteps, "extend_prompt")):
+        original = cls.__init__
+
+        def init(self: Any, *args: Any, original: Any = original, name: str = name) -> None:
+            original(self, *args)
+            step = getattr(self, name)
+            setattr(self, name, lambda *a: (log.append(name), step(*a))[1])
+
+        monkeypatch.setattr(cls, "__init__", init)
+    ids = torch.cat([prompt_of(40, b) for b in range(5)])
+    mtp = random_mtp(model)
+    call: dict[str, Any] = {"num_draft_tokens": 2, "max_new_tokens": 3}
+    got = run(model, ids, mtp, prefill_chunk_size=10, **call)
+    assert loops[-1].cache.batch_size == 6
+    assert log == ["prompt", "extend_prompt"] * 4
+    assert torch.equal(got.sequences, run(model, ids, mtp, **call).sequences)
+
+
+def test_a_part_is_no_larger_than_the_prompt(model: Any, loops: list[DecodingLoop]) -> None:
+    ids = prompt_of(8)
+    got = run(model, ids, prefill_chunk_size=10**12)
+    assert loops[-1].request.prompt.ids_BP.shape == (1, 8)
+    assert torch.equal(got.sequences, greedy_reference(model, ids, NEW))
+
+
+@pytest.mark.parametrize("size", [2, 3, 4])
+def test_no_part_is_one_column(model: Any, loops: list[DecodingLoop], size: int) -> None:
+    run(model, prompt_of(13), prefill_chunk_size=size, max_new_tokens=1)
+    widths = [stop - start for start, stop in loops[-1]._chunks()]
+    assert sum(widths) == 13 and min(widths) > 1 and max(widths) <= max(size, 3)
+
+
+@pytest.mark.parametrize("value", [2.5, True, "x", 0, -1])
+def test_a_part_that_is_no_size_is_named(model: Any, value: Any) -> None:
+    with pytest.raises(ValueError, match="prefill_chunk_size"):
+        run(model, prompt_of(3), prefill_chunk_size=value)
+
+
+@pytest.mark.parametrize("batch_sizes", [5, (1.5,), ("a",), (True,), (-1,), "12", (1, "a"), None])
+def test_warmup_names_batch_sizes_that_are_none(model: Any, batch_sizes: Any) -> None:
+    with pytest.raises(ValueError, match="warmup: batch_sizes must be a sequence of positive"):
+        glm_compile.warmup(model, batch_sizes=batch_sizes)
+
+
+@pytest.mark.parametrize("count", [-2, "x", 1.5])
+def test_warmup_names_a_number_of_drafts_that_is_none(model: Any, count: Any) -> None:
+    for mtp in (None, random_mtp(model)):
+        with pytest.raises(ValueError, match="num_draft_tokens"):
+            glm_compile.warmup(model, mtp, num_draft_tokens=count)
+
+
+def test_a_memory_of_other_layers_is_refused(model: Any) -> None:
+    config = model.config
+    memory = PagedCache(config, 2, 128, num_mtp_layers=1)
+    assert PagedCache(config, 1, 256, num_mtp_layers=1, memory=memory).memory is memory
+    address = memory.layers[0].latent_pages.data_ptr()
+    with pytest.raises(ValueError, match="6 pages are needed, memory has 4"):
+        PagedCache(config, 3, 128, num_mtp_layers=1, memory=memory)
+    assert memory.layers[0].latent_pages.data_ptr() == address
+    others: list[dict[str, Any]] = [
+        {"num_mtp_layers": 0},
+        {"num_mtp_layers": 1, "dtype": torch.bfloat16},
+        {"num_mtp_layers": 1, "index_dtype": torch.float8_e4m3fn},
+    ]
+    for fields in others:
+        with pytest.raises(ValueError, match="memory must be a cache of the same layers"):
+            PagedCache(config, 1, 64, memory=memory, **fields)
+    shared = tiny_config(num_hidden_layers=2, indexer_types=["full", "shared"])
+    with pytest.raises(ValueError, match="memory must be a cache of the same layers"):
+        PagedCache(shared, 1, 64, num_mtp_layers=1, memory=memory)
+    with pytest.raises(ValueError, match="memory is on cpu, expected meta"):
+        PagedCache(config, 1, 64, num_mtp_layers=1, memory=memory, device="meta")

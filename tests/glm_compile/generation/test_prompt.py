@@ -29,7 +29,7 @@ def test_width_is_that_of_the_longest_prompt() -> None:
 
 
 @pytest.mark.parametrize(
-    ("kwargs", "width"), [({"min_width": 2}, 2), ({"multiple_of": 4}, 4), ({}, 1)]
+    ("kwargs", "width"), [({"min_width": 2}, 2), ({"min_width": 4}, 4), ({}, 1)]
 )
 def test_width_can_be_asked_for(kwargs: dict[str, int], width: int) -> None:
     prompt = compact_prompt(torch.tensor([[5]], dtype=torch.int32), fill_id=3, **kwargs)
