@@ -1,7 +1,8 @@
 """Draw two iterations of decoding: what the GPU does, and what the host does meanwhile.
 
-    python -m tests.benchmarks.plot_timeline examples/tiny_glm52 timeline.png --trace trace.json
-    python -m tests.benchmarks.plot_timeline slice timeline.png --cache-len 131072
+    python -m tests.benchmarks.plot_timeline examples/tiny_glm52 examples/decoding_tiny.png
+    python -m tests.benchmarks.plot_timeline slice examples/decoding_slice.png \
+        --cache-len 131072 --trace slice.json
 
 Needs a CUDA device. The trace is in Chrome's format (chrome://tracing, Perfetto); a profiler makes
 the kernels of a graph a little slower than they are.

@@ -306,12 +306,12 @@ class DraftChains:
             compiled = torch.compile(model, backend="glm", fullgraph=True)
             _, compiler = unwrap_compiled(compiled)
         config, where = model.config, {"device": device(), "dtype": model.dtype}
-        capacity = DRAFT_CONTEXTS[-1] + 64
+        capacity = DRAFT_CONTEXTS[-1]
         cache = PagedCache(config, 1, capacity, num_mtp_layers=1, **where)
         cache.auto_advance = False
         for pages in cache._pages():
             pages.normal_()
-        cache.set_lengths(DRAFT_CONTEXTS[0])
+        cache.set_lengths(DRAFT_CONTEXTS[0] - self.NUM_STEPS)
         self.cache = cache
         steps, own_steps = MtpSteps(mtp, compiler, True), MtpSteps(mtp, compiler, False)
         token_B1 = torch.ones(1, 1, dtype=torch.long, device=device())
@@ -339,8 +339,8 @@ class DraftChains:
 
     @torch.no_grad()
     def step_us(self, chain: Callable[[], None], num_tokens: int) -> float:
-        """Microseconds a step behind so many tokens."""
-        self.cache.set_lengths(num_tokens)
+        """Microseconds a step behind so many tokens, those of the steps among them."""
+        self.cache.set_lengths(num_tokens - self.NUM_STEPS)
         if not IS_GPU:
             start = time.perf_counter()
             chain()
