@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from glm_compile.generation.steps import MtpSteps, TargetSteps
 
 # Graphs of one model that are kept: of the last kinds of calls, while their states are not large
-# (drafts that are sampled keep their distributions).
+# (drafts that are sampled keep their distributions; what else a graph holds is not counted).
 MAX_GRAPHS = 32
 MAX_STATE_BYTES = 1 << 30
 
