@@ -187,7 +187,6 @@ def test_other_settings_have_another_signature() -> None:
         ("min length", "min new tokens"),
         ("repetition", "repetition from a new token on"),
         ("prompt", "prompt of a batch"),
-        ("forced start", "forced end"),
     ):
         assert signatures[one] == signatures.pop(other)
     others = list(signatures.values())
@@ -234,8 +233,17 @@ def test_every_processor_of_a_generation_config_is_known() -> None:
     ],
 )
 def test_ids_outside_the_vocabulary_are_named(processor: Any, name: str) -> None:
+    # A forced start matters behind a prompt of one token only.
+    ids = prompts()[:, : 1 if name == "forced_bos_token_id" else WIDTH]
     with pytest.raises(ValueError, match=rf"{name} must hold ids in 0\.\.22, got \[23\]"):
-        device([processor], prompts())
+        device([processor], ids)
+
+
+def test_a_forced_start_behind_a_longer_prompt_is_nothing() -> None:
+    ids = prompts()
+    rules = device([lp.ForcedBOSTokenLogitsProcessor(VOCAB)], ids)
+    logits = torch.randn(3, 2, VOCAB)
+    assert torch.equal(rules(logits, ids, torch.full((3,), WIDTH)), logits)
 
 
 def test_a_penalty_has_an_entry_for_each_sequence() -> None:
