@@ -24,8 +24,7 @@ import torch
 from transformers.generation import logits_process
 
 from glm_compile.ops.filtered_softmax import filtered_softmax
-from glm_compile.ops.repetition_penalty import note_tokens, repetition_penalty
-from glm_compile.ops.repetition_penalty.reference import in_bin
+from glm_compile.ops.repetition_penalty import in_bin, note_tokens, repetition_penalty
 
 # Stands where an n-gram is missing; no token equals it.
 _NO_TOKEN = -(1 << 40)
@@ -348,24 +347,15 @@ class RepetitionPenalty(Rule):
         note_tokens(self.tensors["seen_BV"], tokens_BS, kept_B, starts_B, self.tensors["first_B"])
 
 
-class PromptPenalty(Rule):
-    """EncoderRepetitionPenaltyLogitsProcessor: tokens of the prompt."""
-
-    reads_text = False
+class PromptPenalty(RepetitionPenalty):
+    """EncoderRepetitionPenaltyLogitsProcessor: tokens of the prompt alone."""
 
     def __init__(self, processor: Any, call: Call) -> None:
         ids_BW = per_sequence(processor.encoder_input_ids.to(call.device), call)
-        super().__init__(float(processor.penalty), seen_BV=call.seen(ids_BW))
-
-    def __call__(self, scores_BSV: torch.Tensor, rows: Rows) -> torch.Tensor:
-        seen_B1V = self.tensors["seen_BV"][:, None, :-1]
-        return penalize(scores_BSV, seen_B1V, self.constants[0])
-
-
-def penalize(scores_BSV: torch.Tensor, seen_BSV: torch.Tensor, penalty: float) -> torch.Tensor:
-    """Divide what is positive, multiply what is negative."""
-    lower_BSV = torch.where(scores_BSV < 0, scores_BSV * penalty, scores_BSV / penalty)
-    return torch.where(seen_BSV, lower_BSV, scores_BSV)
+        # No column counts that comes after the prompt.
+        never_B = torch.full((len(ids_BW),), torch.iinfo(torch.long).max, device=call.device)
+        seen_BV = call.seen(ids_BW)
+        Rule.__init__(self, float(processor.penalty), seen_BV=seen_BV, first_B=never_B)
 
 
 def per_sequence(values: torch.Tensor, call: Call) -> torch.Tensor:

@@ -10,11 +10,12 @@ import torch
 from glm_compile.ops import _dispatch
 from glm_compile.ops._library import register_op
 from glm_compile.ops.repetition_penalty.reference import (
+    in_bin,
     note_tokens_reference,
     repetition_penalty_reference,
 )
 
-__all__ = ["note_tokens", "repetition_penalty"]
+__all__ = ["in_bin", "note_tokens", "repetition_penalty"]
 
 # Rows and sequences are on the second and third axis of a grid.
 _MAX_GRID = 65535

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -149,6 +150,30 @@ def run(model: Any, ids: torch.Tensor, mtp: Any = None, **kwargs: Any) -> Any:
 def unequal(iteration: int, row: int) -> int:
     """Accepts that change between iterations and differ between rows."""
     return [(3, 0), (0, 3), (2, 1), (1, 3)][iteration % 4][row % 2]
+
+
+class Uncompiled:
+    """A compiler that compiles nothing, and makes one model's steps be found again."""
+
+    def __init__(self) -> None:
+        self.owner = SimpleNamespace()
+        self.options: dict[str, Any] = {}
+
+    def __call__(self, step: Any) -> Any:
+        return step
+
+
+def note_loops(monkeypatch: pytest.MonkeyPatch) -> list[DecodingLoop]:
+    """The loops of the calls that follow, as they are made."""
+    made: list[DecodingLoop] = []
+
+    class Noted(DecodingLoop):
+        def __init__(self, *args: Any, **kwargs: Any) -> None:
+            super().__init__(*args, **kwargs)
+            made.append(self)
+
+    monkeypatch.setattr(api, "DecodingLoop", Noted)
+    return made
 
 
 def capture_loop(monkeypatch: pytest.MonkeyPatch, *call: Any, **kwargs: Any) -> DecodingLoop:

@@ -8,7 +8,6 @@ import pytest
 import torch
 
 import glm_compile
-from glm_compile.generation import api
 from glm_compile.generation.draft_length import AdaptiveDraftLength, draft_lengths
 from glm_compile.generation.loop import DecodingLoop
 from tests.glm_compile.generation.drafts import (
@@ -16,6 +15,7 @@ from tests.glm_compile.generation.drafts import (
     ScriptedMtp,
     cached_rows,
     greedy_reference,
+    note_loops,
     padded,
     prompt_of,
     random_mtp,
@@ -41,15 +41,7 @@ def texts(model: Any) -> list[list[int]]:
 
 @pytest.fixture
 def loops(monkeypatch: pytest.MonkeyPatch) -> list[DecodingLoop]:
-    made: list[DecodingLoop] = []
-
-    class Noted(DecodingLoop):
-        def __init__(self, *args: Any, **kwargs: Any) -> None:
-            super().__init__(*args, **kwargs)
-            made.append(self)
-
-    monkeypatch.setattr(api, "DecodingLoop", Noted)
-    return made
+    return note_loops(monkeypatch)
 
 
 # -- the choice -----------------------------------------------------------------------------------

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import gc
 from collections.abc import Iterator
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -16,21 +15,10 @@ import torch
 
 from glm_compile.generation import api
 from glm_compile.generation.loop import DecodingLoop
-from tests.glm_compile.generation.drafts import prompt_of, random_mtp, run
+from tests.glm_compile.generation.drafts import Uncompiled, note_loops, prompt_of, random_mtp, run
 from tests.tiny_models import tiny_config, tiny_model
 
 pytestmark = pytest.mark.gpu
-
-
-class Uncompiled:
-    """A compiler that compiles nothing, and makes one model's steps be found again."""
-
-    def __init__(self) -> None:
-        self.owner = SimpleNamespace()
-        self.options: dict[str, Any] = {}
-
-    def __call__(self, step: Any) -> Any:
-        return step
 
 
 @pytest.fixture(autouse=True)
@@ -56,15 +44,7 @@ def loops(monkeypatch: pytest.MonkeyPatch) -> list[DecodingLoop]:
         return model, compilers.setdefault(id(model), Uncompiled())
 
     monkeypatch.setattr(api, "unwrap_compiled", unwrap)
-    made: list[DecodingLoop] = []
-
-    class Noted(DecodingLoop):
-        def __init__(self, *args: Any, **kwargs: Any) -> None:
-            super().__init__(*args, **kwargs)
-            made.append(self)
-
-    monkeypatch.setattr(api, "DecodingLoop", Noted)
-    return made
+    return note_loops(monkeypatch)
 
 
 def decode(pair: tuple[Any, Any], ids: torch.Tensor, **kwargs: Any) -> Any:

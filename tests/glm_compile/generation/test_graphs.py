@@ -24,6 +24,7 @@ from glm_compile.generation.prompt import compact_prompt
 from tests.glm_compile.generation.drafts import (
     NEW,
     greedy_reference,
+    note_loops,
     padded,
     prompt_of,
     random_mtp,
@@ -95,15 +96,7 @@ def loops(monkeypatch: pytest.MonkeyPatch) -> list[DecodingLoop]:
     monkeypatch.setattr(torch.Tensor, "record_stream", lambda tensor, stream: None)
     monkeypatch.setattr(Iteration, "run", run_or_capture)
     monkeypatch.setattr(api, "wants_cuda_graph", lambda *args, **kwargs: True)
-    made: list[DecodingLoop] = []
-
-    class Noted(DecodingLoop):
-        def __init__(self, *args: Any, **kwargs: Any) -> None:
-            super().__init__(*args, **kwargs)
-            made.append(self)
-
-    monkeypatch.setattr(api, "DecodingLoop", Noted)
-    return made
+    return note_loops(monkeypatch)
 
 
 @pytest.fixture(scope="module")

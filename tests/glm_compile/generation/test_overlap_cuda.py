@@ -19,7 +19,7 @@ from glm_compile.errors import UnsupportedError
 from glm_compile.generation import api
 from glm_compile.generation.loop import DecodingLoop
 from glm_compile.generation.state import ResultRing
-from tests.glm_compile.generation.drafts import padded, prompt_of, random_mtp, run
+from tests.glm_compile.generation.drafts import note_loops, padded, prompt_of, random_mtp, run
 from tests.tiny_models import tiny_config, tiny_model
 
 pytestmark = pytest.mark.gpu
@@ -51,15 +51,7 @@ def on_gpu(model: Any) -> tuple[Any, Any]:
 
 @pytest.fixture
 def loops(monkeypatch: pytest.MonkeyPatch) -> list[DecodingLoop]:
-    made: list[DecodingLoop] = []
-
-    class Noted(DecodingLoop):
-        def __init__(self, *args: Any, **kwargs: Any) -> None:
-            super().__init__(*args, **kwargs)
-            made.append(self)
-
-    monkeypatch.setattr(api, "DecodingLoop", Noted)
-    return made
+    return note_loops(monkeypatch)
 
 
 def generate(models: tuple[Any, Any], ids: torch.Tensor, **kwargs: Any) -> Any:

@@ -5,7 +5,6 @@ A stand-in for the compiler leaves the steps as they are.
 
 from __future__ import annotations
 
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -20,25 +19,16 @@ from glm_compile.generation.padding import BATCH_SIZES
 from glm_compile.generation.steps import MtpSteps, Steps, TargetSteps
 from tests.glm_compile.generation.drafts import (
     NEW,
+    Uncompiled,
     cached_rows,
     greedy_reference,
+    note_loops,
     padded,
     prompt_of,
     random_mtp,
     run,
 )
 from tests.tiny_models import tiny_config, tiny_model
-
-
-class Uncompiled:
-    """A compiler that compiles nothing."""
-
-    def __init__(self) -> None:
-        self.owner = SimpleNamespace()
-        self.options: dict[str, Any] = {}
-
-    def __call__(self, step: Any) -> Any:
-        return step
 
 
 @pytest.fixture(scope="module")
@@ -51,16 +41,9 @@ def model() -> Any:
 @pytest.fixture
 def loops(monkeypatch: pytest.MonkeyPatch) -> list[DecodingLoop]:
     """Loops of calls that take the model for a compiled one."""
-    compiler, made = Uncompiled(), []
+    compiler = Uncompiled()
     monkeypatch.setattr(api, "unwrap_compiled", lambda model: (model, compiler))
-
-    class Noted(DecodingLoop):
-        def __init__(self, *args: Any, **kwargs: Any) -> None:
-            super().__init__(*args, **kwargs)
-            made.append(self)
-
-    monkeypatch.setattr(api, "DecodingLoop", Noted)
-    return made
+    return note_loops(monkeypatch)
 
 
 def prompts(count: int) -> tuple[torch.Tensor, torch.Tensor]:
