@@ -40,7 +40,7 @@ types: venv-test
 # References, passes, backend, cache, generation, and every kernel compiled for sm_90a and sm_100a.
 # A GPU is hidden from these and the next two: they are the same everywhere, benchmarks small.
 test-cpu: venv-test
-	CUDA_VISIBLE_DEVICES= OMP_NUM_THREADS=1 $(PY) -m pytest -n $(WORKERS) --dist loadscope -m "not gpu and not big_memory"
+	CUDA_VISIBLE_DEVICES= OMP_NUM_THREADS=1 $(PY) -m pytest -n $(WORKERS) --dist worksteal -m "not gpu and not big_memory"
 
 # The logic of the Triton kernels, on the CPU, in a process of its own: the variable acts at import.
 test-interpreter: venv-test
@@ -51,7 +51,7 @@ test-interpreter: venv-test
 test-oldest: venv-test
 	@test -e $(OLDEST)/.complete || { rm -rf $(OLDEST) && $(PY) -m pip install --no-deps \
 		--target $(OLDEST) transformers==$(OLDEST_TRANSFORMERS) && touch $(OLDEST)/.complete; }
-	CUDA_VISIBLE_DEVICES= PYTHONPATH=$(OLDEST) OMP_NUM_THREADS=1 $(PY) -m pytest -n $(WORKERS) --dist loadscope \
+	CUDA_VISIBLE_DEVICES= PYTHONPATH=$(OLDEST) OMP_NUM_THREADS=1 $(PY) -m pytest -n $(WORKERS) --dist worksteal \
 		-m "not gpu and not big_memory and not slow and not compile_only" \
 		--ignore-glob "*/test_generation_distribution*" --ignore-glob "*/test_interrupt.py" \
 		--ignore-glob "*/test_bench.py" tests/fx_passes tests/glm_compile tests/regressions
