@@ -352,6 +352,11 @@ class PagedCache(Cache):
             self.lengths.add_(num_tokens.to(self.lengths.device))
         self._is_counted = False
 
+    def note_advance(self) -> None:
+        """Take note that an op has advanced the lengths, by a count of each sequence's own."""
+        self._is_ragged = self._batch_size > 1
+        self._is_counted = False
+
     def _check_counts(self, num_tokens: int | torch.Tensor) -> None:
         """Raise for counts that leave the cache, as far as the host knows without waiting."""
         if torch.compiler.is_compiling():

@@ -110,18 +110,33 @@ class Iteration:
             num_verified: drafts in the relay; None: all that it has room for.
             num_proposed: drafts to put there for the next iteration.
         """
+        if self.mtp is None:
+            return self.verify(view, num_verified, advances=True)
         block = self.verify(view, num_verified)
         self.propose(view, num_verified, num_proposed)
         return block
 
-    def verify(self, view: HostView | None = None, num_verified: int | None = None) -> Block:
-        """Run the model on the block, accept, append, and put the results where they are read."""
+    def verify(
+        self,
+        view: HostView | None = None,
+        num_verified: int | None = None,
+        advances: bool = False,
+    ) -> Block:
+        """Run the model on the block, accept, append, and put the results where they are read.
+
+        Args:
+            advances: whether what was kept counts as held afterwards: `propose` is not called.
+        """
         block_BS = self._columns(self.state.block_BS, num_verified)
         self._hidden_BSC, logits_BSV = self.target.verify(block_BS, self.cache)
-        return self.accept(logits_BSV, block_BS[:, 1:], view)
+        return self.accept(logits_BSV, block_BS[:, 1:], view, advances)
 
     def accept(
-        self, logits_BSV: torch.Tensor, drafts_Bk: torch.Tensor, view: HostView | None = None
+        self,
+        logits_BSV: torch.Tensor,
+        drafts_Bk: torch.Tensor,
+        view: HostView | None = None,
+        advances: bool = False,
     ) -> Block:
         """Accept, clip and append a block; that of the prompt has no drafts."""
         state = self.state
@@ -150,8 +165,12 @@ class Iteration:
             tokens_BS=state.tokens_BS,
             bonus_B=state.bonus_B,
             row_B=state.row_B,
-            result_BR=state.result_BR,
+            results_NBR=state.results_NBR,
+            turns_B=state.turns_B,
+            lengths_B=self.cache.lengths if advances else None,
         )
+        if advances:
+            self.cache.note_advance()
         if rules is not None and starts_B is not None:
             rules.note(tokens_BS, state.kept_B, starts_B)
         return Block(scores_BSV, logits_BSV)
@@ -166,18 +185,16 @@ class Iteration:
         state = self.state
         if self.mtp is None:
             self.cache.advance(state.kept_B)
-            state.block_BS[:, 0].copy_(state.bonus_B)
             return
         assert self._hidden_BSC is not None
         tokens_BS = self._columns(state.tokens_BS, num_verified)
         row = self.mtp.extend(tokens_BS, self._hidden_BSC, state.row_B, self.cache)
         self._hidden_BSC = None
         self.cache.advance(state.kept_B)
-        self.draft(state.bonus_B, view, *row, num_proposed=num_proposed)
+        self.draft(view, *row, num_proposed=num_proposed)
 
     def draft(
         self,
-        bonus_B: torch.Tensor,
         view: HostView | None,
         hidden_B1C: torch.Tensor,
         logits_B1V: torch.Tensor,
@@ -200,9 +217,12 @@ class Iteration:
                 _, probs_B1V = self._distribution(logits_B1V, view, step, wants_scores=False)
                 probs.append(probs_B1V)
                 draft_B1 = self._draw_draft(probs_B1V, step)
+                drafts.append(draft_B1)
             else:
-                draft_B1 = row_argmax(self._process(logits_B1V, view, step))
-            drafts.append(draft_B1)
+                draft_B1 = row_argmax(
+                    self._process(logits_B1V, view, step),
+                    copy=state.block_BS[:, 1 + step : 2 + step],
+                )
             if self.processor.needs_text:
                 ends_B1 = (state.prompt_width + state.counts_B + step)[:, None]
                 state.text_BW.scatter_(1, ends_B1, draft_B1)
@@ -219,11 +239,11 @@ class Iteration:
                 self.cache.advance(1)
         if held_B is not None:
             self.cache.set_lengths(held_B)
-        relay = [bonus_B[:, None], *drafts]
-        is_full = num_proposed == self.num_drafts
-        _cat_into(state.block_BS if is_full else state.block_BS[:, : 1 + num_proposed], relay)
+        if not self.do_sample:
+            return  # each draft is where it belongs
+        state.block_BS[:, 1 : 1 + num_proposed].copy_(torch.cat(drafts, dim=1))
         if (into := state.draft_probs_BkV) is not None:
-            _cat_into(into if is_full else into[:, :num_proposed], probs)
+            _cat_into(into[:, :num_proposed], probs)
 
     @staticmethod
     def _columns(values_BS: torch.Tensor, num_drafts: int | None) -> torch.Tensor:

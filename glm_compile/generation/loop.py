@@ -128,7 +128,7 @@ class DecodingLoop:
         draws_as_transformers = request.do_sample and self.state.row_keys_B is None
         waits = self.in_halves or (draws_as_transformers and calls_the_caller(request))
         self.is_overlapped = is_overlapped and not waits
-        self.ring = ResultRing(self.state.result_BR)
+        self.ring = ResultRing(self.state.results_NBR, self.state.counts_B.device)
         self.in_flight: deque[Launched] = deque()
         batch_size = request.batch_size
         # The host's copies, as of the last read.
@@ -166,6 +166,7 @@ class DecodingLoop:
             while not all(self.finished):
                 self._iterate()
         finally:
+            self.ring.end()
             # What was launched in vain drew nothing, also where a callback has raised.
             if self.in_flight and (state := self.in_flight[0].random_state) is not None:
                 assert self._generator is not None
@@ -368,19 +369,17 @@ class DecodingLoop:
         self._launch(block, random_state, is_prompt=True)
         if not self.is_overlapped:
             self._settle()
-        bonus_B = self.state.tokens_BS[:, 0]
         if not drafts or not self._may_go_on():
-            self.state.block_BS[:, 0].copy_(bonus_B)
             return
 
-        ahead_BP.scatter_(1, last_B[:, None], bonus_B[:, None])
+        ahead_BP.scatter_(1, last_B[:, None], self.state.bonus_B[:, None])
         row: tuple[torch.Tensor, ...] = ()
         for start, hidden_BSC in waiting:
             row_B = (last_B - start).clamp(0, hidden_BSC.shape[1] - 1)
             chunk = self._extend_chunk(ahead_BP, start, hidden_BSC, row_B)
             row = tuple(_choose(last_B >= start, new, old) for new, old in zip_longest(chunk, row))
         self.cache.set_lengths(prompt.lengths_B)
-        self.iteration.draft(bonus_B, self._view(), *row)
+        self.iteration.draft(self._view(), *row)
 
     def _extend_chunk(
         self, ahead_BP: torch.Tensor, start: int, hidden_BSC: torch.Tensor, row_B: torch.Tensor

@@ -14,7 +14,13 @@ from dataclasses import dataclass
 import torch
 
 from glm_compile.generation.request import Request
-from glm_compile.ops.accept_block import FINISHED, FIRST_TOKEN, IS_DRAWN, KEPT
+from glm_compile.ops.accept_block import (
+    FINISHED,
+    FIRST_TOKEN,
+    IS_DRAWN,
+    KEPT,
+    can_write_to_host,
+)
 from glm_compile.ops.rejection_sampling.random_numbers import row_keys
 
 __all__ = [
@@ -52,11 +58,12 @@ class DecodingState:
         draft_probs_BkV: relay: distributions that the drafts were drawn from; None when greedy.
         tokens_BS: tokens of the block that was verified last.
         kept_B: how many of them each row keeps.
-        bonus_B, row_B: the last kept token of each row, and its row of the block; those of row 0
-            where none is kept.
+        row_B: row of the block of each row's last kept token; 0 where none is kept.
         row_keys_B: keys of the random numbers; None where torch's own generator is used.
-        result_BR: what the host reads of an iteration: kept tokens, finished, whether the last
-            token had a probability, the block's tokens.
+        results_NBR: what the host reads of the last iterations: kept tokens, finished, whether the
+            last token had a probability, the block's tokens. In the host's own memory where the
+            device can write to it, which costs no copy between two iterations.
+        turns_B: iterations so far: the next one's place among them.
     """
 
     text_BW: torch.Tensor
@@ -70,10 +77,15 @@ class DecodingState:
     draft_probs_BkV: torch.Tensor | None
     tokens_BS: torch.Tensor
     kept_B: torch.Tensor
-    bonus_B: torch.Tensor
     row_B: torch.Tensor
     row_keys_B: torch.Tensor | None
-    result_BR: torch.Tensor
+    results_NBR: torch.Tensor
+    turns_B: torch.Tensor
+
+    @property
+    def bonus_B(self) -> torch.Tensor:
+        """The last kept token of each row, that of row 0 where none is: it begins the relay."""
+        return self.block_BS[:, 0]
 
     @classmethod
     def allocate(
@@ -102,10 +114,20 @@ class DecodingState:
                 else None,
                 tokens_BS=integers(batch_size, 1 + num_drafts),
                 kept_B=integers(batch_size),
-                bonus_B=integers(batch_size),
                 row_B=integers(batch_size),
                 row_keys_B=integers(batch_size) if draws_drafts else None,
-                result_BR=integers(batch_size, FIRST_TOKEN + 1 + num_drafts),
+                results_NBR=torch.zeros(
+                    NUM_SLOTS,
+                    batch_size,
+                    FIRST_TOKEN + 1 + num_drafts,
+                    dtype=torch.long,
+                    **(
+                        {"pin_memory": True}
+                        if can_write_to_host(device, 1 + num_drafts)
+                        else {"device": device}
+                    ),
+                ),
+                turns_B=integers(batch_size),
             )
 
     def load(self, request: Request) -> None:
@@ -114,7 +136,14 @@ class DecodingState:
         Sampling with drafts takes its seed here, one number of the device's default generator.
         """
         prompt = request.prompt
-        for tensor in (self.text_BW, self.counts_B, self.finished_B, self.block_BS, self.kept_B):
+        for tensor in (
+            self.text_BW,
+            self.counts_B,
+            self.finished_B,
+            self.block_BS,
+            self.kept_B,
+            self.turns_B,
+        ):
             tensor.zero_()
         self.finished_B[request.batch_size - request.num_padding :] = True
         self.text_BW[:, : prompt.given_width] = prompt.aligned_ids_BW
@@ -146,31 +175,44 @@ def padded_eos(request: Request) -> int:
 class ResultRing:
     """Results of the last iterations on the host.
 
-    From a CUDA device they come through pinned memory, each copy with an event behind it: reading
-    one waits for that copy and nothing else. On the CPU they are plain copies.
+    Reading one waits for its iteration and nothing else: an event follows each. Where the device
+    does not write to the host's memory they are copied there, on a CUDA device behind each
+    iteration.
     """
 
-    def __init__(self, result_BR: torch.Tensor) -> None:
-        self._result_BR = result_BR
-        self._is_cuda = result_BR.device.type == "cuda"
-        self._slots = [
-            torch.zeros(result_BR.shape, dtype=result_BR.dtype, pin_memory=self._is_cuda)
-            for _ in range(NUM_SLOTS)
-        ]
-        self._events = [torch.cuda.Event() if self._is_cuda else None for _ in range(NUM_SLOTS)]
+    def __init__(self, results_NBR: torch.Tensor, device: torch.device) -> None:
+        self._results_NBR = results_NBR
+        self._device = device
+        is_cuda = device.type == "cuda"
+        self._is_copied = results_NBR.is_cuda
+        self._host_NBR = (
+            torch.zeros(results_NBR.shape, dtype=results_NBR.dtype, pin_memory=True)
+            if self._is_copied
+            else results_NBR
+        )
+        self._events = [torch.cuda.Event() if is_cuda else None for _ in range(NUM_SLOTS)]
         self._num_published = 0
 
     def publish(self) -> int:
-        """Send what the state holds, behind the work that was launched so far; returns its slot."""
+        """Note the iteration that was launched last; returns its slot."""
         slot = self._num_published % NUM_SLOTS
         self._num_published += 1
-        self._slots[slot].copy_(self._result_BR, non_blocking=True)
+        if self._is_copied:
+            self._host_NBR[slot].copy_(self._results_NBR[slot], non_blocking=True)
         if (event := self._events[slot]) is not None:
-            event.record(torch.cuda.current_stream(self._result_BR.device))
+            event.record(torch.cuda.current_stream(self._device))
         return slot
 
     def read(self, slot: int) -> list[list[int]]:
         """The results of a slot, when they are there."""
         if (event := self._events[slot]) is not None:
             event.synchronize()
-        return self._slots[slot].tolist()
+        return self._host_NBR[slot].tolist()
+
+    def end(self) -> None:
+        """Keep the host's memory until what was launched has ended, whoever gives it up before.
+
+        A copy from it tells torch's allocator that the stream uses it.
+        """
+        if self._device.type == "cuda" and not self._is_copied:
+            self._results_NBR[0, 0, :1].to(self._device, non_blocking=True)

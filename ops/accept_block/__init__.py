@@ -1,7 +1,7 @@
 """Acceptance of a verified block and everything that follows from it, as one launch.
 
 Shape legend: B batch, k drafts of a block, S = 1 + k rows of it, W width of the text buffer, E ids
-that end a sequence, R = 3 + k + 1 columns of a result.
+that end a sequence, R = 3 + k + 1 columns of a result, N results that are kept.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from glm_compile.ops.accept_block.reference import (
     accept_block_reference,
 )
 
-__all__ = ["FINISHED", "FIRST_TOKEN", "IS_DRAWN", "KEPT", "accept_block"]
+__all__ = ["FINISHED", "FIRST_TOKEN", "IS_DRAWN", "KEPT", "accept_block", "can_write_to_host"]
 
 # Rows of a block that one program holds.
 _MAX_TRITON_ROWS = 64
@@ -40,7 +40,9 @@ def accept_block(
     tokens_BS: torch.Tensor,
     bonus_B: torch.Tensor,
     row_B: torch.Tensor,
-    result_BR: torch.Tensor,
+    results_NBR: torch.Tensor,
+    turns_B: torch.Tensor,
+    lengths_B: torch.Tensor | None = None,
     backend: str | None = None,
 ) -> None:
     """Decide what each row keeps of a block, append it, and note what the rest of the loop needs.
@@ -63,9 +65,12 @@ def accept_block(
         kept_B: int64, gets the number of kept tokens.
         tokens_BS: int64, its first columns get `predicted_BS`.
         bonus_B, row_B: int64, get the last kept token and its row; those of row 0 where none is
-            kept.
-        result_BR: int64, gets (kept, finished, drawn, tokens): `KEPT`, `FINISHED`, `IS_DRAWN`, and
-            from `FIRST_TOKEN` on the tokens.
+            kept. `bonus_B` may be a column of the drafts' buffer.
+        results_NBR: int64, a ring: `turns_B % N` gets (kept, finished, drawn, tokens): `KEPT`,
+            `FINISHED`, `IS_DRAWN`, and from `FIRST_TOKEN` on the tokens. It may be pinned memory
+            of the host where `can_write_to_host` says so.
+        turns_B: int64, blocks so far; one more afterwards.
+        lengths_B: int32, advanced by the number of kept tokens. None: nothing is.
         backend: `reference` or `triton` to force one; None takes the first that can.
 
     Raises:
@@ -77,14 +82,15 @@ def accept_block(
             f"accept_block: {width} rows have {width - 1} drafts, got {tuple(drafts_Bk.shape)} for "
             f"tokens {tuple(predicted_BS.shape)}"
         )
-    if tokens_BS.shape[1] < width or result_BR.shape[1] < FIRST_TOKEN + width:
+    if tokens_BS.shape[1] < width or results_NBR.shape[2] < FIRST_TOKEN + width:
         raise ValueError(
             f"accept_block: no room for {width} tokens in tokens {tuple(tokens_BS.shape)} and "
-            f"results {tuple(result_BR.shape)}"
+            f"results {tuple(results_NBR.shape)}"
         )
     arguments = (
         predicted_BS, drafts_Bk, num_tokens_B, has_weight_B, eos_ids_E, budget, prompt_width,
-        text_BW, counts_B, finished_B, kept_B, tokens_BS, bonus_B, row_B, result_BR,
+        text_BW, counts_B, finished_B, kept_B, tokens_BS, bonus_B, row_B, results_NBR, turns_B,
+        lengths_B,
     )  # fmt: skip
     if not backend:
         _op(*arguments)
@@ -92,10 +98,20 @@ def accept_block(
         _dispatch.run("accept_block", _BACKENDS, backend, *arguments)
 
 
+def can_write_to_host(device: torch.device, width: int) -> bool:
+    """Whether results of blocks of that many rows on this device may go to pinned memory."""
+    return device.type == "cuda" and _dispatch.is_installed("triton") and width <= _MAX_TRITON_ROWS
+
+
 def _why_not_triton(predicted_BS: torch.Tensor, *rest: torch.Tensor | None) -> str | None:
     if predicted_BS.shape[1] > _MAX_TRITON_ROWS:
         return f"a block has more than {_MAX_TRITON_ROWS} rows: {predicted_BS.shape[1]}"
-    return _dispatch.why_no_triton(predicted_BS, *rest)
+    others = (
+        tensor
+        for tensor in rest
+        if tensor is not None and not (tensor.device.type == "cpu" and tensor.is_pinned())
+    )
+    return _dispatch.why_no_triton(predicted_BS, *others)
 
 
 def _run_triton(*arguments: torch.Tensor) -> None:
@@ -122,7 +138,8 @@ _op = register_op(
     "accept_block(Tensor predicted_BS, Tensor drafts_Bk, Tensor? num_tokens_B, "
     "Tensor? has_weight_B, Tensor eos_ids_E, Tensor budget, Tensor prompt_width, "
     "Tensor(a!) text_BW, Tensor(b!) counts_B, Tensor(c!) finished_B, Tensor(d!) kept_B, "
-    "Tensor(e!) tokens_BS, Tensor(f!) bonus_B, Tensor(g!) row_B, Tensor(h!) result_BR) -> ()",
+    "Tensor(e!) tokens_BS, Tensor(f!) bonus_B, Tensor(g!) row_B, Tensor(h!) results_NBR, "
+    "Tensor(i!) turns_B, Tensor(j!)? lengths_B) -> ()",
     _accept_block,
     _accept_block_fake,
 )

@@ -1,8 +1,9 @@
 """Which tokens of a verified block are kept, in plain torch on small integer tensors.
 
 Shape legend: B batch, k drafts of a block, S = 1 + k rows of it, W width of the text buffer, E ids
-that end a sequence, R = 3 + S columns of a result. Row s of a block saw the bonus token and the
-drafts before s, and proposes the token that follows. Nothing here reads a value on the host.
+that end a sequence, R = 3 + S columns of a result, N results that are kept. Row s of a block saw
+the bonus token and the drafts before s, and proposes the token that follows. Nothing here reads a
+value on the host.
 """
 
 from __future__ import annotations
@@ -28,7 +29,9 @@ def accept_block_reference(
     tokens_BS: torch.Tensor,
     bonus_B: torch.Tensor,
     row_B: torch.Tensor,
-    result_BR: torch.Tensor,
+    results_NBR: torch.Tensor,
+    turns_B: torch.Tensor,
+    lengths_B: torch.Tensor | None,
 ) -> None:
     """See `accept_block` for the contract."""
     width = predicted_BS.shape[1]
@@ -48,9 +51,14 @@ def accept_block_reference(
     finished_B.copy_(new_finished_B)
     row_B.copy_(last_row(new_kept_B))
     bonus_B.copy_(last_kept(predicted_BS, new_kept_B))
-    facts = [new_kept_B, new_finished_B.long(), is_drawn_B.long()]
-    result_BR[:, :FIRST_TOKEN].copy_(torch.stack(facts, dim=1))
-    result_BR[:, FIRST_TOKEN : FIRST_TOKEN + width].copy_(predicted_BS)
+    facts_B3 = torch.stack([new_kept_B, new_finished_B.long(), is_drawn_B.long()], dim=1)
+    slots_B = turns_B % results_NBR.shape[0]
+    rows_B = torch.arange(len(slots_B), device=slots_B.device)
+    columns_BX = torch.cat([facts_B3, predicted_BS], dim=1)
+    results_NBR[..., : FIRST_TOKEN + width].index_put_((slots_B, rows_B), columns_BX)
+    turns_B.add_(1)
+    if lengths_B is not None:
+        lengths_B.add_(new_kept_B)
 
 
 def accept_greedy(predicted_BS: torch.Tensor, drafts_Bk: torch.Tensor) -> torch.Tensor:

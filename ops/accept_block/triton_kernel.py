@@ -15,7 +15,12 @@ from glm_compile.ops.accept_block.reference import FIRST_TOKEN
 _BLOCK_E = 8
 
 
-@triton.jit(do_not_specialize=["stride_predicted", "stride_drafts", "stride_text", "stride_tokens"])
+@triton.jit(
+    do_not_specialize=[
+        "stride_predicted", "stride_drafts", "stride_text", "stride_tokens", "stride_bonus",
+        "stride_turn", "stride_result",
+    ]
+)  # fmt: skip
 def accept_block_kernel(
     predicted,
     stride_predicted,
@@ -35,13 +40,19 @@ def accept_block_kernel(
     tokens,
     stride_tokens,
     bonus,
+    stride_bonus,
     row,
-    result,
+    results,
+    stride_turn,
     stride_result,
+    turns,
+    num_results,
+    lengths,
     S: tl.constexpr,
     FIRST: tl.constexpr,
     IS_GREEDY: tl.constexpr,
     HAS_WEIGHT: tl.constexpr,
+    ADVANCES: tl.constexpr,
     BLOCK_S: tl.constexpr,
     BLOCK_E: tl.constexpr,
 ):
@@ -80,13 +91,17 @@ def accept_block_kernel(
     tl.store(kept + sequence, number.to(tl.int64))
     last = tl.maximum(number - 1, 0)
     tl.store(row + sequence, last.to(tl.int64))
-    tl.store(bonus + sequence, tl.sum(tl.where(s == last, token, 0), 0))
+    tl.store(bonus + sequence * stride_bonus, tl.sum(tl.where(s == last, token, 0), 0))
 
     is_drawn = number == number
     if HAS_WEIGHT:
         has = tl.load(has_weight + sequence).to(tl.int32) != 0
         is_drawn = has | (number < accepted)
-    out = result + sequence * stride_result
+    turn = tl.load(turns + sequence)
+    tl.store(turns + sequence, turn + 1)
+    if ADVANCES:
+        tl.store(lengths + sequence, tl.load(lengths + sequence) + number)
+    out = results + turn % num_results * stride_turn + sequence * stride_result
     tl.store(out, number.to(tl.int64))
     tl.store(out + 1, is_finished.to(tl.int64))
     tl.store(out + 2, is_drawn.to(tl.int64))
@@ -108,9 +123,11 @@ def accept_block_triton(
     tokens_BS: torch.Tensor,
     bonus_B: torch.Tensor,
     row_B: torch.Tensor,
-    result_BR: torch.Tensor,
+    results_NBR: torch.Tensor,
+    turns_B: torch.Tensor,
+    lengths_B: torch.Tensor | None,
 ) -> None:
-    """Launch the kernel. Rows of the buffers are contiguous; so are vectors."""
+    """Launch the kernel. Rows of the buffers are contiguous; so are vectors but `bonus_B`."""
     batch_size, width = predicted_BS.shape
     if not batch_size:
         return
@@ -135,13 +152,19 @@ def accept_block_triton(
         tokens_BS,
         tokens_BS.stride(0),
         bonus_B,
+        bonus_B.stride(0),
         row_B,
-        result_BR,
-        result_BR.stride(0),
+        results_NBR,
+        results_NBR.stride(0),
+        results_NBR.stride(1),
+        turns_B,
+        results_NBR.shape[0],
+        turns_B if lengths_B is None else lengths_B,
         S=width,
         FIRST=FIRST_TOKEN,
         IS_GREEDY=num_tokens_B is None,
         HAS_WEIGHT=has_weight_B is not None,
+        ADVANCES=lengths_B is not None,
         BLOCK_S=max(2, triton.next_power_of_2(width)),
         BLOCK_E=_BLOCK_E,
         num_warps=1,

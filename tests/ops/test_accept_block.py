@@ -11,6 +11,8 @@ from glm_compile.ops.accept_block import FIRST_TOKEN, accept_block
 from tests.compile_only import ARCHS, compile_triton
 
 EOS = (7, 9)
+NUM_RESULTS = 3
+INTERPRETER = pytest.mark.interpreter
 
 
 def make_call(
@@ -45,7 +47,9 @@ def make_call(
         "tokens_BS": torch.full((batch_size, width + room), -2),
         "bonus_B": torch.full((batch_size,), -1),
         "row_B": torch.full((batch_size,), -1),
-        "result_BR": torch.full((batch_size, FIRST_TOKEN + width + room), -3),
+        "results_NBR": torch.full((NUM_RESULTS, batch_size, FIRST_TOKEN + width + room), -3),
+        "turns_B": integers(0, 9, batch_size),
+        "lengths_B": integers(0, 99, batch_size).int(),
     }
 
 
@@ -73,7 +77,13 @@ def check_by_hand(before: dict[str, Any], after: dict[str, Any]) -> None:
         assert (int(after["row_B"][b]), int(after["bonus_B"][b])) == (last, row[last])
         assert after["tokens_BS"][b].tolist() == row + [-2] * 2
         facts = [len(kept), int(is_finished), int(is_drawn)]
-        assert after["result_BR"][b].tolist() == facts + row + [-3] * 2
+        turn = int(before["turns_B"][b])
+        assert int(after["turns_B"][b]) == turn + 1
+        results = [[-3] * (len(facts) + len(row) + 2)] * NUM_RESULTS
+        results[turn % NUM_RESULTS] = facts + row + [-3] * 2
+        assert after["results_NBR"][:, b].tolist() == results
+        if before["lengths_B"] is not None:
+            assert int(after["lengths_B"][b]) == int(before["lengths_B"][b]) + len(kept)
         text = before["text_BW"][b].tolist()
         text[start + count : start + count + len(kept)] = kept
         assert after["text_BW"][b, :-1].tolist() == text[:-1]
@@ -82,7 +92,10 @@ def check_by_hand(before: dict[str, Any], after: dict[str, Any]) -> None:
 def run(call: dict[str, Any], backend: str, device: str = "cpu") -> dict[str, Any]:
     """What a call leaves behind; its own tensors stay as they are."""
     # Not `clone` alone, which would make the drafts' rows adjacent.
-    moved = {n: t.to(device) if device != "cpu" else t.clone() for n, t in call.items()}
+    moved = {
+        n: t if t is None else t.to(device) if device != "cpu" else t.clone()
+        for n, t in call.items()
+    }
     base = torch.cat([moved["drafts_Bk"][:, :1], moved["drafts_Bk"]], dim=1)
     moved["drafts_Bk"] = base[:, 1:] if call["drafts_Bk"].shape[1] else moved["drafts_Bk"]
     accept_block(**moved, backend=backend)
@@ -109,6 +122,16 @@ def test_without_ids_that_end_a_sequence() -> None:
     assert run(call, "reference")["kept_B"].tolist() == [4, 4, 4, 4, 3, 2, 1, 0]
 
 
+@pytest.mark.parametrize("backend", ["reference", pytest.param("triton", marks=INTERPRETER)])
+def test_without_lengths_and_with_the_bonus_token_beside_the_drafts(backend: str) -> None:
+    call = make_call(5, 4) | {"lengths_B": None}
+    relay = torch.cat([torch.full((5, 1), 77), call["drafts_Bk"]], dim=1)
+    call |= {"drafts_Bk": relay[:, 1:], "bonus_B": relay[:, 0]}
+    before = {name: None if t is None else t.clone() for name, t in call.items()}
+    accept_block(**call, backend=backend)
+    check_by_hand(before, call)
+
+
 @pytest.mark.parametrize("is_greedy", [True, False])
 def test_it_is_an_op(is_greedy: bool) -> None:
     """What it writes to is what its schema says."""
@@ -116,7 +139,7 @@ def test_it_is_an_op(is_greedy: bool) -> None:
     names = (
         "predicted_BS", "drafts_Bk", "num_tokens_B", "has_weight_B", "eos_ids_E", "budget",
         "prompt_width", "text_BW", "counts_B", "finished_B", "kept_B", "tokens_BS", "bonus_B",
-        "row_B", "result_BR",
+        "row_B", "results_NBR", "turns_B", "lengths_B",
     )  # fmt: skip
     torch.library.opcheck(torch.ops.glm.accept_block.default, tuple(call[name] for name in names))
 
@@ -129,7 +152,7 @@ def test_shapes_that_do_not_belong_together_are_refused() -> None:
         accept_block(**call | {"tokens_BS": call["tokens_BS"][:, :2]})
 
 
-@pytest.mark.interpreter
+@INTERPRETER
 @pytest.mark.parametrize("is_greedy", [True, False])
 @pytest.mark.parametrize(("batch_size", "width"), CASES)
 def test_kernel_equals_one_token_at_a_time(batch_size: int, width: int, is_greedy: bool) -> None:
@@ -137,7 +160,7 @@ def test_kernel_equals_one_token_at_a_time(batch_size: int, width: int, is_greed
     check_by_hand(call, run(call, "triton"))
 
 
-@pytest.mark.interpreter
+@INTERPRETER
 def test_kernel_without_ids_that_end_a_sequence() -> None:
     call = make_call(8, 4) | {"eos_ids_E": torch.zeros(0, dtype=torch.long)}
     for backend in ("triton", "reference"):
@@ -156,6 +179,28 @@ def test_gpu_kernel_equals_one_token_at_a_time(
         check_by_hand(call, after)
 
 
+@pytest.mark.gpu
+def test_gpu_kernel_writes_to_memory_of_the_host() -> None:
+    """Also from a graph, whose replays go round in it."""
+    call = make_call(5, 6) | {"budget": torch.tensor(99)}
+    moved = {name: tensor.cuda() for name, tensor in call.items()}
+    moved["results_NBR"] = call["results_NBR"].pin_memory()
+    accept_block(**moved)
+    torch.cuda.synchronize()
+    after = {name: tensor.cpu() for name, tensor in moved.items()}
+    check_by_hand(call, after)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        accept_block(**moved)
+    for _ in range(NUM_RESULTS + 1):
+        before = {name: tensor.cpu().clone() for name, tensor in moved.items()}
+        before["results_NBR"][:] = -3
+        moved["results_NBR"][:] = -3
+        graph.replay()
+        torch.cuda.synchronize()
+        check_by_hand(before, {name: tensor.cpu() for name, tensor in moved.items()})
+
+
 @pytest.mark.compile_only
 @pytest.mark.parametrize("arch", ARCHS)
 @pytest.mark.parametrize("is_greedy", [True, False])
@@ -167,9 +212,9 @@ def test_kernel_compiles(arch: str, is_greedy: bool) -> None:
     compiled = compile_triton(
         accept_block_kernel,
         [long, 6, long, 6, long, flag, long, 8, long, long, long, 300, long, flag, long, long, 6,
-         long, long, long, 9],
-        {"S": 6, "FIRST": 3, "IS_GREEDY": is_greedy, "HAS_WEIGHT": not is_greedy, "BLOCK_S": 8,
-         "BLOCK_E": 8},
+         long, 6, long, long, 576, 9, long, 4, torch.empty(64, dtype=torch.int32, device="meta")],
+        {"S": 6, "FIRST": 3, "IS_GREEDY": is_greedy, "HAS_WEIGHT": not is_greedy, "ADVANCES": True,
+         "BLOCK_S": 8, "BLOCK_E": 8},
         arch,
         num_warps=1,
     )  # fmt: skip

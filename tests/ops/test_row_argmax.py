@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import math
+from pathlib import Path
 
 import pytest
 import torch
 
 from glm_compile.ops.row_argmax import row_argmax
-from tests.compile_only import ARCHS, compile_triton
+from tests.compile_only import ARCHS, compile_cute, compile_triton
 
+INTERPRETER = pytest.mark.interpreter
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 WIDTHS = [1, 2, 37, 1024, 4096, 4097, 9001]
 
@@ -53,6 +55,15 @@ def test_reference(width: int, dtype: torch.dtype) -> None:
     check(make_rows(width, dtype), None)
 
 
+@pytest.mark.parametrize("backend", ["reference", pytest.param("triton", marks=INTERPRETER)])
+def test_a_copy_lies_where_it_was_asked_for(backend: str) -> None:
+    x = make_rows(4097, torch.bfloat16).view(9, 1, -1)
+    buffer = torch.full((9, 4), -7)
+    got = row_argmax(x, copy=buffer[:, 2:3], backend=backend)
+    assert torch.equal(got, row_argmax(x, backend="reference"))
+    assert torch.equal(buffer[:, 2:3], got) and (buffer[:, [0, 1, 3]] == -7).all()
+
+
 def test_any_shape_and_strides() -> None:
     x = make_rows(37, torch.float32)
     check(x.view(3, 3, 37), None)
@@ -69,11 +80,20 @@ def test_what_it_refuses(x: torch.Tensor, message: str) -> None:
         row_argmax(x)
 
 
+def test_a_copy_has_the_rows_shape() -> None:
+    with pytest.raises(ValueError, match=r"the copy must be int64 \(2,\), got torch.int32 \(2,\)"):
+        row_argmax(torch.zeros(2, 5), copy=torch.zeros(2, dtype=torch.int32))
+    with pytest.raises(ValueError, match=r"the copy must be int64 \(2,\)"):
+        row_argmax(torch.zeros(2, 5), copy=torch.zeros(2, 1, dtype=torch.int64))
+
+
 def test_op_passes_opcheck() -> None:
     torch.library.opcheck(torch.ops.glm.row_argmax.default, (torch.randn(3, 5),))
+    copy = torch.zeros(3, dtype=torch.long)
+    torch.library.opcheck(torch.ops.glm.row_argmax.default, (torch.randn(3, 5), copy))
 
 
-@pytest.mark.interpreter
+@INTERPRETER
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("width", WIDTHS)
 def test_kernel(width: int, dtype: torch.dtype) -> None:
@@ -86,6 +106,35 @@ def test_kernel(width: int, dtype: torch.dtype) -> None:
 @pytest.mark.parametrize("width", [*WIDTHS, 154_880])
 def test_gpu_kernel(width: int, dtype: torch.dtype) -> None:
     check(make_rows(width, dtype).cuda(), "triton")
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", DTYPES[:2])
+@pytest.mark.parametrize("width", [16_384, 20_008, 40_960, 154_880, 1_000_000])
+def test_gpu_cluster(width: int, dtype: torch.dtype) -> None:
+    x = make_rows(width, dtype).cuda()
+    check(x, "cute")
+    check(x[3:4], "cute")
+    buffer = torch.full((9, 4), -7, device="cuda")
+    got = row_argmax(x, copy=buffer[:, 1], backend="cute")
+    assert torch.equal(buffer[:, 1], got) and (buffer[:, [0, 2, 3]] == -7).all()
+    noise = torch.randn(3, 11, width, device="cuda", dtype=dtype)
+    assert torch.equal(row_argmax(noise, backend="cute"), row_argmax(noise, backend="triton"))
+    with pytest.raises(ValueError, match="in 16 bytes"):
+        row_argmax(x[:, 1:], backend="cute")
+
+
+@pytest.mark.compile_only
+@pytest.mark.parametrize("has_copy", [True, False])
+@pytest.mark.parametrize("dtype", DTYPES[:2])
+def test_cluster_compiles(tmp_path: Path, dtype: torch.dtype, has_copy: bool) -> None:
+    from glm_compile.ops.row_argmax.cute_kernel import compile_variant
+
+    compiled = compile_cute(
+        lambda options: compile_variant(dtype, has_copy, "sm_90a", options), "sm_90a", tmp_path
+    )
+    assert compiled.stack_bytes == 0 and compiled.registers <= 64
+    assert compiled.ptx.count("redux.sync.max") == 3
 
 
 @pytest.mark.compile_only
