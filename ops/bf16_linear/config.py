@@ -6,7 +6,7 @@ Shape legend: M rows, K in features, N out features.
 from __future__ import annotations
 
 import functools
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from glm_compile.ops.bf16_linear.measured import LIBRARY, MANY_ROWS, MEASURED
 
@@ -83,6 +83,41 @@ class StreamConfig:
                 f"bf16_linear: a tile must be a multiple of 8 rows and a stage one of 32 columns "
                 f"a warp, got {self}"
             )
+
+
+# Registers that a thread may spend on x and on sums: what leaves room for the rest.
+MAX_HELD_REGISTERS = 112
+
+
+def held_registers(num_columns: int, config: StreamConfig, row_blocks: int) -> int:
+    """Registers of a thread for x, if all of it is held, and for sums.
+
+    Args:
+        row_blocks: of 8 rows of x.
+    """
+    stages = -(-num_columns // config.stage_columns) // config.cluster
+    steps = stages * config.stage_columns // (32 * config.num_warps)
+    return 4 * row_blocks * (steps + -(-config.tile // 16))
+
+
+def norm_config_for(
+    num_features: int, num_columns: int, num_rows: int = 1, *, has_swiglu: bool = False
+) -> StreamConfig | None:
+    """How to split a weight whose x is normed: blocks hold their columns of x in registers.
+
+    None where that is more than these can hold.
+
+    Args:
+        num_rows: that a block takes, up to 16.
+        has_swiglu: no cluster then.
+    """
+    config = stream_config_for(num_features, num_columns)
+    if config.cluster > (1 if has_swiglu else 2):
+        # As many blocks without a cluster.
+        tile = -(-config.tile // (8 * config.cluster)) * 8
+        config = replace(config, cluster=1, tile=tile)
+    held = held_registers(num_columns, config, 1 if num_rows <= FEW_ROWS else 2)
+    return config if held <= MAX_HELD_REGISTERS else None
 
 
 @functools.cache

@@ -52,7 +52,13 @@ from glm_compile.ops._cute.stream import (
     unpack_bf16,
 )
 from glm_compile.ops._dispatch import num_multiprocessors
-from glm_compile.ops.bf16_linear.config import StreamConfig, stream_config_for
+from glm_compile.ops.bf16_linear.config import (
+    MAX_HELD_REGISTERS,
+    StreamConfig,
+    held_registers,
+    norm_config_for,
+    stream_config_for,
+)
 
 # Columns of one step of a warp: 8 of each of the 4 lanes that share a row.
 STEP = 32
@@ -77,6 +83,7 @@ class Variant:
         ahead: stages that x is loaded ahead where it is not resident.
         late: when dependents are let in, see `StreamConfig`.
         has_norm, has_bias, has_residual: which optional arguments are given.
+        has_swiglu: a tile is as many gates as ups, and what comes out is silu(gate) * up.
     """
 
     num_columns: int
@@ -93,6 +100,7 @@ class Variant:
     has_norm: bool = False
     has_bias: bool = False
     has_residual: bool = False
+    has_swiglu: bool = False
     use_pdl: bool = True
 
     @property
@@ -121,8 +129,15 @@ class Bf16LinearKernel:
         # Sums are sent in groups of four features; a block finishes these groups of a tile.
         self.num_owned = self.num_rows * v.tile // (4 * v.cluster)
         self.num_received = v.cluster * self.num_owned * 4 if v.cluster > 1 else 4
+        # Features that a tile gives, and the columns of the norm's weight that a block needs.
+        self.num_outputs = v.tile // 2 if v.has_swiglu else v.tile
+        self.block_columns = v.num_steps * v.stage_columns
         num_sums = v.num_warps * self.num_rows * self.sum_pitch
-        self.other_shared_bytes = (num_sums + self.num_received + v.num_warps * 16) * 4 + 128
+        num_norm_words = self.block_columns // 2 if v.has_norm else 4
+        self.other_shared_bytes = (
+            num_sums + self.num_received + v.num_warps * 16 + num_norm_words
+        ) * 4 + 192
+        self.num_norm_words = num_norm_words
 
     @cute.jit
     def __call__(
@@ -172,15 +187,18 @@ class Bf16LinearKernel:
         )
         squares = allocator.allocate_tensor(Float32, cute.make_layout(v.num_warps * 16), 16)
         received = allocator.allocate_tensor(Float32, cute.make_layout(self.num_received), 16)
-        barriers = allocator.allocate_tensor(Int64, cute.make_layout(2 * v.num_stages + 1), 16)
+        norm_words = allocator.allocate_tensor(Int32, cute.make_layout(self.num_norm_words), 16)
+        barriers = allocator.allocate_tensor(Int64, cute.make_layout(2 * v.num_stages + 2), 16)
         is_full = barriers.iterator
         is_empty = barriers.iterator + v.num_stages
         has_sums = barriers.iterator + 2 * v.num_stages
+        has_norm = barriers.iterator + (2 * v.num_stages + 1)
         if tid == 0:
             for stage in cutlass.range_constexpr(v.num_stages):
                 cute.arch.mbarrier_init(is_full + stage, 1)
                 cute.arch.mbarrier_init(is_empty + stage, v.num_warps)
             cute.arch.mbarrier_init(has_sums, 1)
+            cute.arch.mbarrier_init(has_norm, 1)
             cute.arch.mbarrier_init_fence()
             if cutlass.const_expr(v.cluster > 1):
                 num_bytes = v.cluster * self.num_owned * 16
@@ -193,27 +211,47 @@ class Bf16LinearKernel:
         rank = block % v.cluster
         stride = num_blocks // v.cluster
         if warp >= v.num_warps:
-            self._load(weight, ring, is_full, is_empty, tile, rank, stride, warp - v.num_warps)
+            self._load(
+                (weight, norm_weight),
+                (ring, norm_words, is_full, is_empty, has_norm),
+                (tile, rank, stride),
+                warp - v.num_warps,
+            )
         else:
             self._multiply(
-                (x, weight, norm_weight, bias, residual, output, eps),
-                (ring, sums, squares, received, is_full, is_empty, has_sums),
+                (x, weight, bias, residual, output, eps),
+                (ring, sums, squares, received, norm_words, is_full, is_empty, has_sums, has_norm),
                 (tile, rank, stride, row_block),
             )
 
-    @cute.jit
-    def _load(self, weight, ring, is_full, is_empty, tile, rank, stride, loader) -> None:
-        v = self.v
-        policy = evict_first_policy()
+    def _num_tiles(self, weight: cute.Tensor) -> Int32:
         num_features = weight.shape[0]
-        num_tiles = (num_features + v.tile - 1) // v.tile
+        if self.v.has_swiglu:
+            num_features = num_features // 2
+        return (num_features + self.num_outputs - 1) // self.num_outputs
+
+    @cute.jit
+    def _load(self, tensors, shared, place, loader) -> None:
+        v = self.v
+        weight, norm_weight = tensors
+        ring, norm_words, is_full, is_empty, has_norm = shared
+        tile, rank, stride = place
+        policy = evict_first_policy()
+        if cutlass.const_expr(v.has_norm):
+            self._load_norm(norm_weight, norm_words, has_norm, (rank, loader))
+        num_features = weight.shape[0]
+        if cutlass.const_expr(v.has_swiglu):
+            num_features = num_features // 2
+        num_tiles = self._num_tiles(weight)
         row_bytes = Int64(weight.stride[0]) * 2
+        # From where a tile's gates would go on to its ups.
+        gap = Int64(num_features - self.num_outputs) * row_bytes
         ring_address = Int32(ring.iterator.toint()) + loader * self.pitch
         slot = Int32(0)
         phase = Int32(1)
         while tile < num_tiles:
-            first = tile * v.tile
-            rows = cutlass.min(num_features - first, v.tile)
+            first = tile * self.num_outputs
+            rows = cutlass.min(num_features - first, self.num_outputs)
             row_address = weight.iterator.toint() + Int64(first + loader) * row_bytes
             for step in cutlass.range(v.num_steps, unroll=1):
                 column = (rank * v.num_steps + step) * v.stage_columns
@@ -226,11 +264,20 @@ class Bf16LinearKernel:
                 source = row_address + Int64(column) * 2
                 with cute.arch.elect_one():
                     if loader == 0:
-                        cute.arch.mbarrier_arrive_and_expect_tx(is_full + slot, rows * num_bytes)
+                        stage_bytes = rows * num_bytes
+                        if cutlass.const_expr(v.has_swiglu):
+                            stage_bytes = stage_bytes * 2
+                        cute.arch.mbarrier_arrive_and_expect_tx(is_full + slot, stage_bytes)
                     # One thread starts all copies of its warp: the instruction takes addresses that
                     # are the warp's, so lanes with different ones would come one by one, slower.
                     for part in cutlass.range_constexpr(-(-v.tile // v.num_loaders)):
-                        if loader + part * v.num_loaders < rows:
+                        row = loader + part * v.num_loaders
+                        if cutlass.const_expr(v.has_swiglu):
+                            is_up = Int32(row >= self.num_outputs)
+                            if row < v.tile and row - is_up * self.num_outputs < rows:
+                                from_ = source + Int64(is_up) * gap
+                                bulk_load(to, from_, num_bytes, barrier, policy)
+                        elif row < rows:
                             bulk_load(to, source, num_bytes, barrier, policy)
                         to += v.num_loaders * self.pitch
                         source += v.num_loaders * row_bytes
@@ -246,10 +293,26 @@ class Bf16LinearKernel:
             cute.arch.cluster_wait()
 
     @cute.jit
+    def _load_norm(self, norm_weight, norm_words, has_norm, place) -> None:
+        """Ask for the norm's weight, of the columns that this block multiplies."""
+        rank, loader = place
+        if loader == self.v.num_loaders - 1:
+            with cute.arch.elect_one():
+                first = rank * self.block_columns
+                num_bytes = cutlass.min(self.v.num_columns - first, self.block_columns) * 2
+                cute.arch.mbarrier_arrive_and_expect_tx(has_norm, num_bytes)
+                bulk_load(
+                    shared_address(norm_words.iterator),
+                    norm_weight.iterator.toint() + Int64(first) * 2,
+                    num_bytes,
+                    Int32(has_norm.toint()),
+                )
+
+    @cute.jit
     def _multiply(self, tensors, shared, place) -> None:
         v = self.v
-        x, weight, norm_weight, bias, residual, output, eps = tensors
-        ring, sums, squares, received, is_full, is_empty, has_sums = shared
+        x, weight, bias, residual, output, eps = tensors
+        ring, sums, squares, received, norm_words, is_full, is_empty, has_sums, has_norm = shared
         tile, rank, stride, row_block = place
         tid, _, _ = cute.arch.thread_idx()
         lane = cute.arch.lane_idx()
@@ -257,24 +320,17 @@ class Bf16LinearKernel:
         group = lane // 4
         # This lane's first column, of the whole K and of a stage.
         own_column = warp * self.warp_columns + (lane % 4) * 8
-        first_column = rank * (v.num_steps * v.stage_columns) + own_column
+        first_column = rank * self.block_columns + own_column
         first_row = row_block * self.num_rows
         num_rows = cutlass.min(x.shape[0] - first_row, self.num_rows)
         num_features = weight.shape[0]
-        num_tiles = (num_features + v.tile - 1) // v.tile
+        num_tiles = self._num_tiles(weight)
         x_addresses = [
             x.iterator.toint()
             + (Int64(first_row + group + n * _ROWS) * Int64(x.stride[0]) + Int64(first_column)) * 2
             for n in range(v.row_blocks)
         ]
         has_row = [Int32(group + n * _ROWS < num_rows) for n in range(v.row_blocks)]
-        norm_parts = []
-        if cutlass.const_expr(v.has_norm):
-            norm_address = norm_weight.iterator.toint() + Int64(first_column) * 2
-            norm_parts = [
-                self._load_step([norm_address], [Int32(1)], first_column, step)[0]
-                for step in range(v.num_steps * self.steps_per_stage)
-            ]
         cute.arch.griddepcontrol_wait()
         if cutlass.const_expr(not v.late):
             cute.arch.griddepcontrol_launch_dependents()
@@ -285,7 +341,12 @@ class Bf16LinearKernel:
                 for step in range(v.num_steps * self.steps_per_stage)
             ]
             if cutlass.const_expr(v.has_norm):
-                x_parts = self._normed(x_parts, norm_parts, squares, warp, lane, eps)
+                x_parts = self._normed(
+                    x_parts,
+                    (x_addresses, has_row, own_column, rank),
+                    (squares, norm_words, has_norm),
+                    (warp, lane, eps),
+                )
 
         own_address = Int32(ring.iterator.toint()) + group * self.pitch + own_column * 2
         slot = Int32(0)
@@ -331,6 +392,8 @@ class Bf16LinearKernel:
                     (output, bias, residual),
                     (first, first_row, num_rows, rank),
                 )
+            elif cutlass.const_expr(v.has_swiglu):
+                self._finish_swiglu(sums, output, (tile, first_row, num_rows))
             else:
                 for i in cutlass.range_constexpr(self._outputs_per_thread(1)):
                     index = tid + i * self.num_consumers
@@ -452,6 +515,29 @@ class Bf16LinearKernel:
                     self._store(value, output, bias, residual, first_row + row, first + feature)
 
     @cute.jit
+    def _finish_swiglu(self, sums, output, place) -> None:
+        """Add up gates and ups; store silu(gate) * up, rounded where separate calls would round."""
+        v = self.v
+        tile, first_row, num_rows = place
+        tid, _, _ = cute.arch.thread_idx()
+        num_outputs = self.num_rows * self.num_outputs
+        for i in cutlass.range_constexpr(-(-num_outputs // self.num_consumers)):
+            index = tid + i * self.num_consumers
+            row = index // self.num_outputs
+            feature = index % self.num_outputs
+            to = tile * self.num_outputs + feature
+            if row < num_rows and to < output.shape[1]:
+                gate = Float32(0.0)
+                up = Float32(0.0)
+                for w in cutlass.range_constexpr(v.num_warps):
+                    at = (w * self.num_rows + row) * self.sum_pitch + feature
+                    gate += sums[at]
+                    up += sums[at + self.num_outputs]
+                gate = Float32(BFloat16(gate))
+                silu = Float32(BFloat16(gate / (1.0 + cute.math.exp(-gate))))
+                output[first_row + row, to] = BFloat16(silu * Float32(BFloat16(up)))
+
+    @cute.jit
     def _store(self, value, output, bias, residual, row, feature) -> None:
         if cutlass.const_expr(bias is not None):
             value += Float32(bias[feature])
@@ -460,12 +546,31 @@ class Bf16LinearKernel:
         output[row, feature] = BFloat16(value)
 
     @cute.jit
-    def _normed(self, parts, norm_parts, squares, warp, lane, eps):
-        """RMSNorm of the rows in registers, with the roundings of the model's own."""
+    def _normed(self, parts, columns, shared, place):
+        """RMSNorm of the rows in registers, with the roundings of the model's own.
+
+        A block of a cluster reads the other one's columns as well, for their squares alone: that is
+        sooner done than an exchange.
+        """
         v = self.v
+        x_addresses, has_row, own_column, rank = columns
+        squares, norm_words, has_norm = shared
+        warp, lane, eps = place
         group = lane // 4
+        of_rows = [
+            _sum_of_squares([word for part in parts for word in part[n]])
+            for n in range(v.row_blocks)
+        ]
+        if cutlass.const_expr(v.cluster > 1):
+            shift = (1 - 2 * rank) * self.block_columns
+            of_rows = self._with_others(
+                of_rows,
+                [address + Int64(shift) * 2 for address in x_addresses],
+                has_row,
+                (1 - rank) * self.block_columns + own_column,
+            )
         for n in cutlass.range_constexpr(v.row_blocks):
-            square = _sum_of_squares([word for part in parts for word in part[n]])
+            square = of_rows[n]
             square += cute.arch.shuffle_sync_bfly(square, 1)
             square += cute.arch.shuffle_sync_bfly(square, 2)
             if lane % 4 == 0:
@@ -477,7 +582,41 @@ class Bf16LinearKernel:
             for w in cutlass.range_constexpr(v.num_warps):
                 square += squares[w * 16 + n * _ROWS + group]
             scales.append(reciprocal_sqrt(square * (1.0 / v.num_columns) + eps))
-        return _scale(parts, norm_parts, scales)
+        cute.arch.mbarrier_wait(has_norm, 0)
+        address = shared_address(norm_words.iterator) + own_column * 2
+        first_column = rank * self.block_columns + own_column
+        return self._scaled(parts, address, first_column, scales)
+
+    def _with_others(self, of_rows, addresses, has_row, first_column):
+        """Sums of squares and those of the columns that the cluster's other block multiplies.
+
+        Two numbers have one sum, whichever comes first: both blocks scale their columns alike.
+        """
+        loaded = [
+            self._load_step(addresses, has_row, first_column, step)
+            for step in range(self.v.num_steps * self.steps_per_stage)
+        ]
+        return [
+            square + _sum_of_squares([word for part in loaded for word in part[n]])
+            for n, square in enumerate(of_rows)
+        ]
+
+    def _scaled(self, parts, norm_address, first_column, scales):
+        """Rows times their scales, rounded, times the norm's weight, rounded."""
+        scaled = []
+        for step, part in enumerate(parts):
+            norm_words = load_shared_v4(norm_address + self._column(step) * 2)
+            if self._is_cut(step):
+                # Nobody wrote there beyond K; it may be NaN.
+                keep = Int32(0) - Int32(first_column + self._column(step) < self.v.num_columns)
+                norm_words = tuple(word & keep for word in norm_words)
+            scaled.append(
+                [
+                    tuple(map(_scale, words, norm_words, [scale] * 4))
+                    for words, scale in zip(part, scales, strict=True)
+                ]
+            )
+        return scaled
 
 
 def _sum_of_squares(words: list) -> Float32:
@@ -488,20 +627,10 @@ def _sum_of_squares(words: list) -> Float32:
     return total
 
 
-def _scale(parts: list, norm_parts: list, scales: list) -> list:
-    """Each pair of bf16 times its row's scale, rounded, times the norm's weight, rounded."""
-
-    def scaled(word: Int32, norm_word: Int32, scale: Float32) -> Int32:
-        first, second = unpack_bf16(word)
-        return multiply_bf16(pack_bf16(first * scale, second * scale), norm_word)
-
-    return [
-        [
-            tuple(map(scaled, words, norm_words, [scale] * 4))
-            for words, scale in zip(part, scales, strict=True)
-        ]
-        for part, norm_words in zip(parts, norm_parts, strict=True)
-    ]
+def _scale(word: Int32, norm_word: Int32, scale: Float32) -> Int32:
+    """A pair of bf16 times its row's scale, rounded, times the norm's weight, rounded."""
+    first, second = unpack_bf16(word)
+    return multiply_bf16(pack_bf16(first * scale, second * scale), norm_word)
 
 
 def compile_variant(variant: Variant, arch: str, options: str = "") -> Any:
@@ -539,15 +668,17 @@ def compiled(variant: Variant, arch: str) -> Any:
 
 # Shared memory of a multiprocessor, less what the system keeps for each block.
 _SHARED_BYTES = 226 * 1024
-# Registers that a thread of 8 warps may spend on x and on sums: what leaves room for the rest.
-_HELD_REGISTERS = 112
 
 
 @functools.cache
-def variant_for(num_columns: int, num_rows: int, config: StreamConfig) -> Variant:
+def variant_for(
+    num_columns: int,
+    num_rows: int,
+    config: StreamConfig,
+    has_norm: bool = False,
+    has_swiglu: bool = False,
+) -> Variant:
     """The kernel for so many rows; what decides the order of sums comes from `config` alone."""
-    row_blocks = 1 if num_rows <= _ROWS else 2
-    held_registers = 4 * row_blocks * (_steps(num_columns, config) + -(-config.tile // 16))
     variant = Variant(
         num_columns=num_columns,
         tile=config.tile,
@@ -555,34 +686,21 @@ def variant_for(num_columns: int, num_rows: int, config: StreamConfig) -> Varian
         num_stages=1,
         num_warps=config.num_warps,
         cluster=config.cluster,
-        row_blocks=row_blocks,
-        is_resident=held_registers <= _HELD_REGISTERS,
+        row_blocks=1 if num_rows <= _ROWS else 2,
+        is_resident=True,
         num_loaders=config.num_loaders,
         late=config.late,
+        has_norm=has_norm,
+        has_swiglu=has_swiglu,
     )
+    if held_registers(num_columns, config, variant.row_blocks) > MAX_HELD_REGISTERS:
+        # Normed rows are held in any case: more than eight are for further rows of the grid.
+        change = {"row_blocks": 1} if has_norm else {"is_resident": False}
+        variant = replace(variant, **change)
     kernel = Bf16LinearKernel(variant)
     left = _SHARED_BYTES // config.blocks_per_processor - 1024 - kernel.other_shared_bytes
     # A block never loads more stages ahead than this without having multiplied one.
     return replace(variant, num_stages=max(1, min(left // (kernel.stage_bytes + 16), 32)))
-
-
-def _steps(num_columns: int, config: StreamConfig) -> int:
-    """Steps of a warp over its columns of K."""
-    stages = -(-num_columns // config.stage_columns) // config.cluster
-    return stages * config.stage_columns // (WARP * config.num_warps)
-
-
-def norm_config_for(num_features: int, num_columns: int) -> StreamConfig | None:
-    """How to split a weight whose x is normed: blocks hold whole rows of x, and the norm's weight.
-
-    None where that is more than their registers can hold.
-    """
-    config = stream_config_for(num_features, num_columns)
-    # As many blocks without a cluster.
-    tile = -(-config.tile // (8 * config.cluster)) * 8
-    config = replace(config, cluster=1, tile=tile)
-    held_registers = 12 * _steps(num_columns, config) + 8 * -(-config.tile // 16)
-    return config if held_registers <= _HELD_REGISTERS + 8 else None
 
 
 def _rows_to_load(x_MK: torch.Tensor) -> torch.Tensor:
@@ -603,29 +721,31 @@ def bf16_linear_cute(
     norm_weight_K: torch.Tensor | None = None,
     eps: float = 0.0,
     *,
+    has_swiglu: bool = False,
     config: StreamConfig | None = None,
 ) -> torch.Tensor:
     """Launch the kernel; an x with gaps is made dense first, a weight never.
 
-    With a norm weight x goes through the model's RMSNorm first; see `norm_config_for`.
+    With a norm weight x goes through the model's RMSNorm first; see `norm_config_for`. With
+    `has_swiglu` the weight is gates, then ups, and silu(gate) * up comes out.
     """
     num_features, num_columns = weight_NK.shape
-    output = x.new_empty((*x.shape[:-1], num_features))
+    num_outputs = num_features // 2 if has_swiglu else num_features
+    output = x.new_empty((*x.shape[:-1], num_outputs))
     if not output.numel():
         return output
     x_MK = _rows_to_load(x.reshape(-1, num_columns))
     num_rows = x_MK.shape[0]
     if norm_weight_K is not None:
-        config = norm_config_for(num_features, num_columns)
+        config = config or norm_config_for(num_features, num_columns, has_swiglu=has_swiglu)
         assert config is not None
     config = config or stream_config_for(num_features, num_columns)
     variant = replace(
-        variant_for(num_columns, num_rows, config),
-        has_norm=norm_weight_K is not None,
+        variant_for(num_columns, num_rows, config, norm_weight_K is not None, has_swiglu),
         has_bias=bias_N is not None,
         has_residual=residual is not None,
     )
-    num_tiles = -(-num_features // config.tile)
+    num_tiles = -(-num_outputs // (config.tile // 2 if has_swiglu else config.tile))
     num_blocks = num_tiles
     if config.cluster == 1:
         per_block = -(-num_tiles // (num_multiprocessors(x.device) * config.blocks_per_processor))
@@ -637,7 +757,7 @@ def bf16_linear_cute(
         norm_weight_K,
         None if bias_N is None else bias_N.contiguous(),
         None if residual is None else residual.reshape(num_rows, num_features),
-        output.view(num_rows, num_features),
+        output.view(num_rows, num_outputs),
         eps,
         num_blocks,
     )

@@ -1,8 +1,9 @@
-"""RMSNorm of many rows in Triton, one launch: what runs before a product that is not ours.
+"""RMSNorm and SwiGLU of many rows in Triton: what runs around a product that is not ours.
 
-A program norms one row, with the roundings of the model's own norm.
+A program norms one row, with the roundings of the model's own norm, or takes a part of a row's
+gates and ups, with the roundings of separate calls.
 
-Shape legend: M rows, K in features.
+Shape legend: M rows, K in features, N products of a SwiGLU.
 """
 
 from __future__ import annotations
@@ -50,4 +51,27 @@ def rms_norm_triton(x: torch.Tensor, weight_K: torch.Tensor, eps: float) -> torc
             BLOCK_K=block,
             num_warps=max(1, min(16, block // 512)),
         )
+    return output
+
+
+@triton.jit
+def swiglu_kernel(product, output, N: tl.constexpr, BLOCK_N: tl.constexpr):
+    row = tl.program_id(0).to(tl.int64)
+    column = tl.program_id(1) * BLOCK_N + tl.arange(0, BLOCK_N)
+    inside = column < N
+    gate = tl.load(product + row * 2 * N + column, mask=inside, other=0.0).to(tl.float32)
+    up = tl.load(product + row * 2 * N + N + column, mask=inside, other=0.0).to(tl.float32)
+    dtype = output.dtype.element_ty
+    silu = (gate / (1.0 + tl.exp(-gate))).to(dtype).to(tl.float32)
+    tl.store(output + row * N + column, (silu * up).to(dtype), mask=inside)
+
+
+def swiglu_triton(product: torch.Tensor) -> torch.Tensor:
+    """silu(gate) * up of contiguous rows [..., 2N] that hold gates, then ups; [..., N]."""
+    num_columns = product.shape[-1] // 2
+    output = product.new_empty((*product.shape[:-1], num_columns))
+    if output.numel():
+        block = min(1024, triton.next_power_of_2(num_columns))
+        grid = (output.numel() // num_columns, triton.cdiv(num_columns, block))
+        swiglu_kernel[grid](product, output, N=num_columns, BLOCK_N=block, num_warps=4)
     return output

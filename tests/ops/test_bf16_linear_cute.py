@@ -173,7 +173,11 @@ def check_compiles(config, arch, K, M, folder, options=()):
     )
     from tests.compile_only import compile_cute
 
-    variant = replace(variant_for(K, M, config), **{f"has_{option}": True for option in options})
+    variant = replace(
+        variant_for(K, M, config, "norm" in options, "swiglu" in options),
+        has_bias="bias" in options,
+        has_residual="residual" in options,
+    )
     compiled = compile_cute(lambda more: compile_variant(variant, arch, more), arch, folder)
     kernel = Bf16LinearKernel(variant)
     assert compiled.stack_bytes == 0

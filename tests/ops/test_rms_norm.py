@@ -41,6 +41,22 @@ def test_equals_the_models_norm(device, dtype, rows, num_columns):
 
 
 @pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("rows", [(1,), (2, 3), (0,)])
+@pytest.mark.parametrize("num_columns", [2048, 100, 1])
+def test_swiglu_equals_separate_calls(device, rows, num_columns):
+    from glm_compile.ops.rms_norm_linear.triton_kernel import swiglu_triton
+
+    device = "cpu" if device == "interpreted" else device
+    product = (torch.randn(*rows, 2 * num_columns) * 3).bfloat16()
+    product[..., :1] = 90.0
+    gate, up = product.chunk(2, dim=-1)
+    expected = torch.nn.functional.silu(gate) * up
+    result = swiglu_triton(product.to(device))
+    assert result.shape == expected.shape and result.is_contiguous()
+    torch.testing.assert_close(result.cpu(), expected, rtol=2**-7, atol=1e-6)
+
+
+@pytest.mark.parametrize("device", DEVICES)
 def test_columns_with_gaps_and_rows_of_zeros(device):
     from glm_compile.ops.rms_norm_linear.triton_kernel import rms_norm_triton
 
