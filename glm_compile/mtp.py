@@ -30,6 +30,7 @@ from transformers.models.glm_moe_dsa import modeling_glm_moe_dsa as modeling
 from glm_compile.cache import DraftSeed, PagedCache, SeedCache
 from glm_compile.errors import CheckpointError, UnsupportedError
 from glm_compile.model_facts import FULL, SHARED, GlmDsaConfig, cache_argument, mask_dtype
+from glm_compile.ops.mtp_input import mtp_input
 
 if TYPE_CHECKING:
     from transformers import GlmMoeDsaConfig, GlmMoeDsaForCausalLM
@@ -109,6 +110,9 @@ class GlmMoeDsaMtp(nn.Module):
         position_ids_BS: torch.Tensor,
         attention_mask: torch.Tensor | None,
         cache: PagedCache,
+        *,
+        last_row_B: torch.Tensor | None = None,
+        position_embeddings: tuple[torch.Tensor, torch.Tensor] | None = None,
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Run the layer on S tokens: write its cache rows at `cache.lengths`, select keys, predict.
 
@@ -119,6 +123,8 @@ class GlmMoeDsaMtp(nn.Module):
             attention_mask: [B,1,S,T] as `cache.causal_mask` makes it; None makes it.
             cache: made with `num_mtp_layers`; its lengths are not advanced here, and must not have
                 been advanced past these tokens.
+            last_row_B: the tokens and hidden states of rows behind this one are taken from it.
+            position_embeddings: of `embed_positions`; None makes them.
 
         Returns:
             Hidden states after `shared_head.norm` [B,S,C] and the selected positions int32 [B,S,K].
@@ -127,8 +133,20 @@ class GlmMoeDsaMtp(nn.Module):
         if attention_mask is None:
             attention_mask = cache.causal_mask(input_ids_BS.shape[1], self._mask_dtype(hidden_BSC))
         return self._step(
-            self.layer, input_ids_BS, hidden_BSC, position_ids_BS, attention_mask, cache, None
+            self.layer,
+            self._join(input_ids_BS, hidden_BSC, last_row_B),
+            position_ids_BS,
+            position_embeddings,
+            attention_mask,
+            cache,
+            None,
         )
+
+    def embed_positions(
+        self, position_ids_BS: torch.Tensor, like: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Cosines and sines [B,S,P] of the rotary embedding, in the dtype of `like`."""
+        return self._model.model.rotary_emb(like, position_ids=position_ids_BS)
 
     def gather_seed(
         self,
@@ -152,6 +170,8 @@ class GlmMoeDsaMtp(nn.Module):
         hidden_B1C: torch.Tensor,
         position_ids_B1: torch.Tensor,
         seed: DraftSeed,
+        *,
+        position_embeddings: tuple[torch.Tensor, torch.Tensor] | None = None,
     ) -> torch.Tensor:
         """Run one IndexShare draft step: nothing is written, the seed's latents are attended.
 
@@ -160,6 +180,7 @@ class GlmMoeDsaMtp(nn.Module):
             hidden_B1C: what `extend` or `draft` returned for it.
             position_ids_B1: position of the rotary embedding of this step.
             seed: of `gather_seed`.
+            position_embeddings: of `embed_positions`; None makes them.
 
         Returns:
             Hidden states after `shared_head.norm` [B,1,C].
@@ -167,9 +188,9 @@ class GlmMoeDsaMtp(nn.Module):
         cache = SeedCache(seed, self._model.config.kv_lora_rank)
         hidden, _ = self._step(
             self._draft_layer,
-            input_ids_B1,
-            hidden_B1C,
+            self._join(input_ids_B1, hidden_B1C, None),
             position_ids_B1,
+            position_embeddings,
             cache.mask(self._mask_dtype(hidden_B1C)),
             cache,
             cache.selection(),
@@ -195,27 +216,57 @@ class GlmMoeDsaMtp(nn.Module):
     def _step(
         self,
         layer: modeling.GlmMoeDsaDecoderLayer,
-        input_ids: torch.Tensor,
-        hidden: torch.Tensor,
+        joined: torch.Tensor,
         position_ids: torch.Tensor,
+        position_embeddings: tuple[torch.Tensor, torch.Tensor] | None,
         attention_mask: torch.Tensor,
         cache: PagedCache | SeedCache,
         topk: torch.Tensor | None,
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        embedding = (
-            self._model.model.embed_tokens if self.embed_tokens is None else self.embed_tokens
-        )
-        embedded = self.enorm(embedding(input_ids))
-        hidden = self.eh_proj(torch.cat((embedded, self.hnorm(hidden)), dim=-1))
+        hidden = self.eh_proj(joined)
+        if position_embeddings is None:
+            position_embeddings = self.embed_positions(position_ids, hidden)
         hidden, topk = layer(
             hidden,
             attention_mask=attention_mask,
             position_ids=position_ids,
-            position_embeddings=self._model.model.rotary_emb(hidden, position_ids=position_ids),
+            position_embeddings=position_embeddings,
             prev_topk_indices=topk,
             **{self._cache_argument: cache},
         )
         return self.shared_head.norm(hidden), topk
+
+    def _join(
+        self, ids_BS: torch.Tensor, hidden_BSC: torch.Tensor, last_row_B: torch.Tensor | None
+    ) -> torch.Tensor:
+        """What `eh_proj` reads [B,S,2C]: one op, unless a module is not what it was made as."""
+        embedding = (
+            self._model.model.embed_tokens if self.embed_tokens is None else self.embed_tokens
+        )
+        enorm, hnorm = self.enorm, self.hnorm
+        dtypes = {embedding.weight.dtype, enorm.weight.dtype, hnorm.weight.dtype, hidden_BSC.dtype}
+        if (
+            len(dtypes) == 1
+            and enorm.variance_epsilon == hnorm.variance_epsilon
+            and embedding.max_norm is None
+            and _is_untouched(embedding, nn.Embedding)
+            and all(_is_untouched(norm, modeling.GlmMoeDsaRMSNorm) for norm in (enorm, hnorm))
+        ):
+            return mtp_input(
+                ids_BS,
+                hidden_BSC,
+                embedding.weight,
+                enorm.weight,
+                hnorm.weight,
+                eps=enorm.variance_epsilon,
+                last_row_B=last_row_B,
+            )
+        if last_row_B is not None:
+            rows_S = torch.arange(ids_BS.shape[1], device=ids_BS.device)
+            rows_BS = torch.minimum(rows_S, last_row_B[:, None])
+            ids_BS = ids_BS.gather(1, rows_BS)
+            hidden_BSC = hidden_BSC.gather(1, rows_BS[..., None].expand_as(hidden_BSC))
+        return torch.cat((enorm(embedding(ids_BS)), hnorm(hidden_BSC)), dim=-1)
 
     def _mask_dtype(self, hidden: torch.Tensor) -> torch.dtype:
         return mask_dtype(self.layer.self_attn.config, hidden.dtype)
@@ -302,6 +353,16 @@ class GlmMoeDsaMtp(nn.Module):
             if name not in (_EMBEDDING, _HEAD)
         }
         return checkpoint_shapes(own, names)
+
+
+def _is_untouched(module: nn.Module, kind: type[nn.Module]) -> bool:
+    """Whether calling it does what its class does: no hook, no adapter, no other forward."""
+    return (
+        type(module) is kind
+        and "forward" not in vars(module)
+        and not module._forward_hooks
+        and not module._forward_pre_hooks
+    )
 
 
 def checkpoint_shapes(

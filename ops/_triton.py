@@ -2,9 +2,17 @@
 
 from __future__ import annotations
 
+import functools
+
 import torch
 import triton
 import triton.language as tl
+
+
+@functools.cache
+def supports_pdl(device: torch.device) -> bool:
+    """Whether a kernel on the device may start before the one before it has ended."""
+    return device.type == "cuda" and torch.cuda.get_device_capability(device) >= (9, 0)
 
 
 def inverse_of(value: float) -> float:

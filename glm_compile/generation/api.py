@@ -424,7 +424,11 @@ def _decode(
     uses_mtp = request.num_drafts > 0
     with steps.borrow_cache(request.batch_size, needed_cache_len(request), int(uses_mtp)) as cache:
         target = steps.for_target(cache)
-        mtp_steps = steps.for_mtp(mtp, cache, request.is_index_shared) if uses_mtp else None
+        mtp_steps = (
+            steps.for_mtp(mtp, cache, request.is_index_shared, request.num_drafts)
+            if uses_mtp
+            else None
+        )
         borrowed = (
             steps.graphs.borrow(request, target, mtp_steps, cache) if is_graphed else nullcontext()
         )

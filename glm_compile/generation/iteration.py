@@ -88,7 +88,6 @@ class Iteration:
             request, target.model.config.vocab_size, device, min_text_width
         )
         self._first_row_B = torch.zeros(request.batch_size, dtype=torch.long, device=device)
-        self._draft_numbers = torch.arange(max(request.num_drafts, 1), device=device)
         self._hidden_BSC: torch.Tensor | None = None
 
     def load(self, request: Request) -> None:
@@ -204,7 +203,8 @@ class Iteration:
         """Propose tokens behind the bonus token; the first comes from draft-extend's logits.
 
         Args:
-            seed: latents [B,K,X] and which count [B,K], for steps with a shared index.
+            seed: for steps with a shared index latents [B,K,X], which count [B,K], and the steps'
+                cosines and sines [B,X,P].
             num_proposed: how many; None: k.
         """
         assert self.mtp is not None
@@ -229,8 +229,13 @@ class Iteration:
             if step == num_proposed - 1:
                 break
             if self.is_index_shared:
+                latents_BKX, is_valid_BK, *tables = seed
                 hidden_B1C, logits_B1V = self.mtp.draft(
-                    draft_B1, hidden_B1C, *seed, self._draft_numbers[step], self.cache.lengths
+                    draft_B1,
+                    hidden_B1C,
+                    latents_BKX,
+                    is_valid_BK,
+                    *(_one_step(table_BXP, step) for table_BXP in tables),
                 )
             else:
                 hidden_B1C, logits_B1V = self.mtp.extend(
@@ -328,6 +333,11 @@ class Iteration:
             view.active,
             num_drafts_before,
         )
+
+
+def _one_step(values_BXP: torch.Tensor, step: int) -> torch.Tensor:
+    """One step of each sequence [B,1,P], contiguous: other strides would be another graph."""
+    return values_BXP[:, step].contiguous().view(len(values_BXP), 1, -1)
 
 
 def _cat_into(into: torch.Tensor, parts: list[torch.Tensor]) -> None:

@@ -27,6 +27,8 @@ from glm_compile.ops.paged_cache import PAGE_SIZE
 # Compiled functions of one compiled model are found again through this attribute of its compiled
 # call.
 _STEPS_ATTRIBUTE = "_glm_compile_steps"
+# Blocks of at most so many drafts share their steps.
+LEAST_DRAFTS = 8
 # Short calls share one capacity.
 MIN_COMPILED_CAPACITY = 256
 
@@ -139,69 +141,96 @@ class MtpSteps:
 
     Args:
         is_index_shared: whether draft steps share the selection of a row, whose latents `extend`
-            then reads for all of them.
+            then reads for all of them, and makes the rotary embeddings of all of them.
+        num_drafts: most drafts of a block.
     """
 
-    def __init__(self, mtp: Any, compiler: Compiler | None, is_index_shared: bool) -> None:
+    def __init__(
+        self,
+        mtp: Any,
+        compiler: Compiler | None,
+        is_index_shared: bool,
+        num_drafts: int = LEAST_DRAFTS,
+    ) -> None:
         self.mtp = mtp
         self.is_index_shared = is_index_shared
 
         def run_extend(
             ids_BS: torch.Tensor,
             hidden_BSC: torch.Tensor,
-            positions_BS: torch.Tensor,
             row_B: torch.Tensor,
             cache: PagedCache,
+            is_prompt: bool,
         ) -> tuple[torch.Tensor, ...]:
-            hidden_BSC, topk_BSK = mtp.extend(ids_BS, hidden_BSC, positions_BS, None, cache)
+            num_tokens = ids_BS.shape[1]
+            positions_BS = _positions(ids_BS, cache)
+            # Rows behind the last accepted one are its copies: nobody reads what they give, and
+            # they meet no experts of their own, whose weights would be read for nothing.
+            last_row_B = None
+            if not is_prompt:
+                last_row_B = row_B
+                last_B1 = (cache.lengths + row_B)[:, None]
+                positions_BS = torch.minimum(positions_BS, last_B1)
+            embeddings: Any = None
+            draft_embeddings: tuple[torch.Tensor, ...] = ()
+            if is_index_shared:
+                # Those of the draft steps with them: one launch, and none in each of the steps.
+                last_B1 = (cache.lengths + row_B)[:, None]
+                steps_X = torch.arange(1, num_drafts, device=ids_BS.device)
+                positions_BY = torch.cat([positions_BS, last_B1 + steps_X], dim=1)
+                # Sequences last: a step's part lies in one piece, whatever S is.
+                tables = mtp.embed_positions(positions_BY.T, hidden_BSC)
+                embeddings = tuple(table_YBP[:num_tokens].transpose(0, 1) for table_YBP in tables)
+                draft_embeddings = tuple(
+                    table_YBP[num_tokens:].transpose(0, 1) for table_YBP in tables
+                )
+            hidden_BSC, topk_BSK = mtp.extend(
+                ids_BS,
+                hidden_BSC,
+                positions_BS,
+                None,
+                cache,
+                last_row_B=last_row_B,
+                position_embeddings=embeddings,
+            )
             hidden_B1C = select_row(hidden_BSC, row_B)
             logits_B1V = mtp.compute_logits(hidden_B1C)
             if not is_index_shared:
                 return hidden_B1C, logits_B1V
             seed = mtp.gather_seed(select_row(topk_BSK, row_B), cache, cache.lengths + row_B + 1)
-            return hidden_B1C, logits_B1V, *seed
+            return hidden_B1C, logits_B1V, *seed, *draft_embeddings
 
         # Two functions, so that neither counts as a recompilation of the other.
         def extend(
             ids_BS: torch.Tensor, hidden_BSC: torch.Tensor, row_B: torch.Tensor, cache: PagedCache
         ) -> tuple[torch.Tensor, ...]:
-            # Rows behind the last accepted one are its copies: nobody reads what they give, and
-            # they meet no experts of their own, whose weights would be read for nothing.
-            rows_S = torch.arange(ids_BS.shape[1], device=ids_BS.device)
-            rows_BS = torch.minimum(rows_S, row_B[:, None])
-            positions_BS = cache.lengths[:, None].to(torch.long) + rows_BS
-            rows_BSC = rows_BS[..., None].expand(-1, -1, hidden_BSC.shape[-1])
-            return run_extend(
-                ids_BS.gather(1, rows_BS),
-                hidden_BSC.gather(1, rows_BSC),
-                positions_BS,
-                row_B,
-                cache,
-            )
+            return run_extend(ids_BS, hidden_BSC, row_B, cache, False)
 
         def extend_prompt(
             ids_BS: torch.Tensor, hidden_BSC: torch.Tensor, row_B: torch.Tensor, cache: PagedCache
         ) -> tuple[torch.Tensor, ...]:
-            return run_extend(ids_BS, hidden_BSC, _positions(ids_BS, cache), row_B, cache)
+            return run_extend(ids_BS, hidden_BSC, row_B, cache, True)
 
         def draft(
             ids_B1: torch.Tensor,
             hidden_B1C: torch.Tensor,
             latents_BKX: torch.Tensor,
             is_valid_BK: torch.Tensor,
-            step: torch.Tensor,
-            lengths_B: torch.Tensor,
+            cos_B1P: torch.Tensor,
+            sin_B1P: torch.Tensor,
         ) -> tuple[torch.Tensor, torch.Tensor]:
-            positions_B1 = (lengths_B + step).to(torch.long)[:, None]
             seed = DraftSeed(latents_BKX, is_valid_BK)
-            hidden_B1C = mtp.draft(ids_B1, hidden_B1C, positions_B1, seed)
+            hidden_B1C = mtp.draft(
+                ids_B1, hidden_B1C, None, seed, position_embeddings=(cos_B1P, sin_B1P)
+            )
             return hidden_B1C.contiguous(), mtp.compute_logits(hidden_B1C)
 
         #: (ids [B,S] one token ahead, hidden [B,S,C], row [B], cache)
-        #: -> hidden of the row [B,1,C], its logits [B,1,V], and with a shared index its seed
+        #: -> hidden of the row [B,1,C], its logits [B,1,V], and with a shared index its seed and
+        #: the cosines and sines [B,X,P] of the draft steps behind it
         self.extend = _static(compiler, extend)
         self.extend_prompt = _dynamic(compiler, extend_prompt)
-        #: (draft [B,1], hidden [B,1,C], seed [B,K,X] and [B,K], step 0-d, lengths [B])
+        #: (draft [B,1], hidden [B,1,C], seed [B,K,X] and [B,K], cosines and sines [B,1,P])
         #: -> hidden [B,1,C], logits [B,1,V]
         self.draft = _static(compiler, draft)
 
@@ -245,12 +274,15 @@ class Steps:
             self._target[key] = TargetSteps(self.model, self.compiler)
         return self._target[key]
 
-    def for_mtp(self, mtp: Any, cache: PagedCache, is_index_shared: bool) -> MtpSteps:
-        """Forwards of an MTP layer on such a cache."""
-        key = (cache.batch_size, cache.max_cache_len, is_index_shared, id(mtp))
+    def for_mtp(
+        self, mtp: Any, cache: PagedCache, is_index_shared: bool, num_drafts: int
+    ) -> MtpSteps:
+        """Forwards of an MTP layer on such a cache, for blocks of that many drafts."""
+        num_drafts = max(LEAST_DRAFTS, 1 << (num_drafts - 1).bit_length())
+        key = (cache.batch_size, cache.max_cache_len, is_index_shared, num_drafts, id(mtp))
         steps = self._mtp.get(key)
         if steps is None or steps.mtp is not mtp:
-            steps = self._mtp[key] = MtpSteps(mtp, self.compiler, is_index_shared)
+            steps = self._mtp[key] = MtpSteps(mtp, self.compiler, is_index_shared, num_drafts)
         return steps
 
     @property

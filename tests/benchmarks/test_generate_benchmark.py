@@ -27,6 +27,7 @@ import torch
 import glm_compile
 from glm_compile import bench
 from glm_compile.cache import PagedCache
+from glm_compile.generation.iteration import _one_step
 from glm_compile.generation.steps import MtpSteps, unwrap_compiled
 from glm_compile.model_facts import cache_argument
 from tests.benchmarks.conftest import device
@@ -318,14 +319,13 @@ class DraftChains:
         hidden_B1C = torch.randn(1, 1, config.hidden_size, **where)
         row_B = torch.zeros(1, dtype=torch.long, device=device())
         first = steps.extend(token_B1, hidden_B1C, row_B, cache)
-        numbers = torch.arange(self.NUM_STEPS, device=device())
+        latents, is_valid, *tables = first[2:]
+        rotary = [[_one_step(table, step) for table in tables] for step in range(self.NUM_STEPS)]
 
         def shared() -> None:
             hidden = hidden_B1C
             for step in range(self.NUM_STEPS):
-                hidden, _ = steps.draft(
-                    token_B1, hidden, first[2], first[3], numbers[step], cache.lengths
-                )
+                hidden, _ = steps.draft(token_B1, hidden, latents, is_valid, *rotary[step])
 
         def own() -> None:
             hidden = hidden_B1C

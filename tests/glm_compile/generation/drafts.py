@@ -57,12 +57,28 @@ class ScriptedMtp:
         self.iteration = -1
         self.draft_index = 0
 
+    def embed_positions(self, positions_BS: torch.Tensor, like: Any) -> tuple[torch.Tensor, ...]:
+        """The positions themselves."""
+        return positions_BS[..., None], positions_BS[..., None]
+
     def extend(
-        self, ids_BS: Any, hidden_BSC: Any, positions_BS: Any, mask: Any, cache: Any
+        self,
+        ids_BS: Any,
+        hidden_BSC: Any,
+        positions_BS: Any,
+        mask: Any,
+        cache: Any,
+        *,
+        last_row_B: Any,
+        position_embeddings: Any,
     ) -> tuple[torch.Tensor, torch.Tensor]:
         seed_BSK = torch.zeros(*ids_BS.shape, 1, dtype=torch.int32)
+        if position_embeddings is not None:
+            assert torch.equal(position_embeddings[0][..., 0], positions_BS)
         if self.inner is not None:
-            _, seed_BSK = self.inner.extend(ids_BS, hidden_BSC, positions_BS, mask, cache)
+            _, seed_BSK = self.inner.extend(
+                ids_BS, hidden_BSC, positions_BS, mask, cache, last_row_B=last_row_B
+            )
         self.iteration += 1
         return self._answer(positions_BS, hidden_BSC, 0), seed_BSK
 
@@ -72,10 +88,13 @@ class ScriptedMtp:
             return self.inner.gather_seed(topk_B1K, cache, lengths_B)
         return cache.gather_rows(0, topk_B1K[:, 0], lengths_B)
 
-    def draft(self, ids_B1: Any, hidden_B1C: Any, positions_B1: Any, seed: Any) -> torch.Tensor:
+    def draft(
+        self, ids_B1: Any, hidden_B1C: Any, _: None, seed: Any, *, position_embeddings: Any
+    ) -> torch.Tensor:
+        positions_B1 = position_embeddings[0][..., 0]
         if self.inner is not None:
             self.inner.draft(ids_B1, hidden_B1C, positions_B1, seed)
-        index = int((positions_B1[:, 0] - self.lengths).max()) + 1
+        index = int((positions_B1[:, 0] - self.lengths).min()) + 1  # more for a finished row
         return self._answer(positions_B1, hidden_B1C, index)
 
     def compute_logits(self, hidden: torch.Tensor) -> torch.Tensor:
