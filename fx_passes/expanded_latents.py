@@ -114,13 +114,13 @@ def expanded_latents(k: fx.Node, v: fx.Node) -> ExpandedLatents:
             f"the first {num_nope} of {describe(kv_b.node)}, whose others are the values"
         )
     latents = columns(kv_b.x, 0, rank)
-    layout = _rows_along(latents, sizes)
+    layout = rows_along(latents, sizes)
     if layout is None or [a.name for dim in strip_repeats(layout) for a in dim] != [
         a.name for dim in axes(B=batch, T=num_keys, X=rank) for a in dim
     ]:
         raise No(f"views between {describe(latents.source)} and kv_b mix up tokens")
     ropes = columns(k, num_nope, key_dim - num_nope)
-    layout = _rows_along(ropes, sizes)
+    layout = rows_along(ropes, sizes)
     wanted = axes(B=batch, H=1, T=num_keys, X=ropes.size)
     if layout is None or names(strip_repeats(layout)) != names(wanted):
         raise No(
@@ -258,7 +258,7 @@ def _of_linear(
     return found, found_columns.start
 
 
-def _rows_along(found: Columns, sizes: dict[str, Any]) -> Layout | None:
+def rows_along(found: Columns, sizes: dict[str, Any]) -> Layout | None:
     """Layout at the end of the path, where the source holds B * T rows of columns."""
     width = shape_of(found.source)[-1]
     layout = regroup(axes(B=sizes["B"], T=sizes["T"], X=width), shape_of(found.source))

@@ -17,6 +17,8 @@ FP8 pages: so do the quantisation of q and the folding of q's scale. The cache i
     q, weights, pages' = glm.indexer_prologue_paged(..., pages, block_table, lengths)
     q8, weights, pages' = glm.indexer_prologue_fp8(..., pages, block_table, lengths)
 
+What attention caches of the same tokens may join these later: see `latent_write`.
+
 Where weights_proj is kept in fp32 and reads a cast of the layer's input, the projection is an op
 too, since the library takes a launch for the cast and two for the product:
 
@@ -272,6 +274,8 @@ def _is_done(anchor: fx.Node) -> bool:
         glm.indexer_prologue_rows.default,
         glm.indexer_prologue_paged.default,
         glm.indexer_prologue_fp8.default,
+        glm.attention_prologue_paged.default,
+        glm.attention_prologue_fp8.default,
     )
 
 

@@ -16,6 +16,7 @@ from torch import fx
 from glm_compile.fx_passes.base import No
 from glm_compile.fx_passes.canonical import is_cast, layout_after, pair, peel
 from glm_compile.fx_passes.layouts import (
+    Layout,
     args,
     axes,
     describe,
@@ -84,14 +85,15 @@ def _one_slice(node: fx.Node) -> Slice | None:
 
 @dataclass(frozen=True)
 class Rope:
-    """cat(rope(x[..., :P]), x[..., P:]).
+    """cat(rope(x[..., :P]), x[..., P:]), or the rotation of some columns of x.
 
     Attributes:
         node: result.
-        x: the whole input, rotated part first.
+        x: the whole input.
         cos, sin: [B or 1, S, P], as given to the layer.
         interleaved: pairs are (0, 1), (2, 3), ... and come out evens first; else (0, P/2), ...
         rope_dim: P.
+        start: first column of x that is rotated; 0 unless these columns are all there is.
     """
 
     node: fx.Node
@@ -100,24 +102,44 @@ class Rope:
     sin: fx.Node
     interleaved: bool
     rope_dim: int
+    start: int = 0
 
 
-def rope(node: fx.Node, what: str = "rope") -> Rope:
-    """The partial rotation that made `node`.
+@dataclass(frozen=True)
+class _Asked:
+    """What is looked for: its name, the axis of tokens, whether x may have other columns."""
+
+    what: str
+    token_dim: int
+    is_part: bool
+
+    def __str__(self) -> str:
+        return self.what
+
+
+def rope(node: fx.Node, what: str = "rope", *, token_dim: int = 1, is_part: bool = False) -> Rope:
+    """The rotation that made `node`.
+
+    Args:
+        what: for reasons.
+        token_dim: axis of tokens; the first one is of sequences, the last one of columns.
+        is_part: look for the rotation of all columns of `node`, which may be any of its input's;
+            else for one of the first columns of an input whose others are passed on.
 
     Raises:
         No: anything else, with the first thing that differs.
     """
+    asked = _Asked(what, token_dim, is_part)
     if not is_call(node, aten.cat.default) and not is_call(node, aten.add.Tensor):
         raise No(f"{what}: expected cat(rotated, passed), found {describe(node)}")
     parts = _cat_parts(node)
     if len(parts) >= 3:
-        return _pairwise_rope(node, parts[:2], parts[2:], what)
+        return _pairwise_rope(node, parts[:2], parts[2:], asked)
     if len(parts) == 2 and is_call(parts[0], aten.add.Tensor):
-        return _half_rope(node, parts[0], parts[1:], what)
+        return _half_rope(node, parts[0], parts[1:], asked)
     if len(parts) == 2:
-        return _pairwise_rope(node, parts, [], what)
-    return _half_rope(node, node, [], what)
+        return _pairwise_rope(node, parts, [], asked)
+    return _half_rope(node, node, [], asked)
 
 
 def _cat_parts(node: fx.Node) -> list[fx.Node]:
@@ -131,7 +153,11 @@ def _cat_parts(node: fx.Node) -> list[fx.Node]:
     return [part for tensor in arguments["tensors"] for part in _cat_parts(tensor)]
 
 
-def _check_passed(x: Slice, passed: list[fx.Node], rope_dim: int, what: str) -> None:
+def _check_passed(x: Slice, passed: list[fx.Node], rope_dim: int, what: _Asked) -> None:
+    if what.is_part:
+        if passed:
+            raise No(f"{what}: {describe(passed[0])} lies behind the rotated columns")
+        return
     width = shape_of(x.source)[-1]
     covered = rope_dim
     for part in passed:
@@ -157,7 +183,9 @@ def _is_table(node: fx.Node, x: Slice) -> bool:
     return last_dim_slice(peel(node).source).source is not x.source
 
 
-def _pairwise_rope(node: fx.Node, rotated: list[fx.Node], passed: list[fx.Node], what: str) -> Rope:
+def _pairwise_rope(
+    node: fx.Node, rotated: list[fx.Node], passed: list[fx.Node], what: _Asked
+) -> Rope:
     """cat(x1 cos - x2 sin, x2 cos + x1 sin)."""
     first, second = rotated
     if not is_call(first, aten.sub.Tensor) or not is_call(second, aten.add.Tensor):
@@ -196,13 +224,14 @@ def _checked_rope(
     cos: tuple[fx.Node, fx.Node],
     sin: tuple[fx.Node, fx.Node],
     passed: list[fx.Node],
-    what: str,
+    what: _Asked,
 ) -> Rope:
     half = x1.length
     rope_dim = 2 * half
-    if (x1.start, x1.step, x2.start, x2.step) == (0, 2, 1, 2):
+    start = x1.start if what.is_part else 0
+    if (x1.start, x1.step, x2.start, x2.step) == (start, 2, start + 1, 2):
         interleaved = True
-    elif (x1.start, x1.step, x2.start, x2.step) == (0, 1, half, 1):
+    elif (x1.start, x1.step, x2.start, x2.step) == (start, 1, start + half, 1):
         interleaved = False
     else:
         raise No(
@@ -214,14 +243,14 @@ def _checked_rope(
     _check_passed(x1, passed, rope_dim, what)
     tables = []
     for label, (a, b) in (("cos", cos), ("sin", sin)):
-        source = rope_table(a, x1.source, half, rope_dim, f"{what}: {label}")
-        if rope_table(b, x1.source, half, rope_dim, f"{what}: {label}") is not source:
+        source = _table(a, x1.source, half, rope_dim, what, label)
+        if _table(b, x1.source, half, rope_dim, what, label) is not source:
             raise No(f"{what}: two different {label} tables in one rotation")
         tables.append(source)
-    return Rope(node, x1.source, tables[0], tables[1], interleaved, rope_dim)
+    return Rope(node, x1.source, tables[0], tables[1], interleaved, rope_dim, start)
 
 
-def _half_rope(node: fx.Node, rotated: fx.Node, passed: list[fx.Node], what: str) -> Rope:
+def _half_rope(node: fx.Node, rotated: fx.Node, passed: list[fx.Node], what: _Asked) -> Rope:
     """x cos + cat(-x2, x1) sin, as transformers' `apply_rotary_pos_emb`."""
     for direct, turned in pair(rotated, aten.add.Tensor):
         for x, cos in _product(direct):
@@ -229,25 +258,33 @@ def _half_rope(node: fx.Node, rotated: fx.Node, passed: list[fx.Node], what: str
                 halves = _cat_parts(part) if isinstance(part, fx.Node) else []
                 if len(halves) != 2 or not is_call(halves[0], aten.neg.default):
                     continue
-                if not isinstance(sin, fx.Node) or x.start != 0 or x.step != 1:
+                if not isinstance(sin, fx.Node) or x.step != 1:
+                    continue
+                if x.start != 0 and not what.is_part:
                     continue
                 x2, x1 = last_dim_slice(args(halves[0])[0]), last_dim_slice(halves[1])
                 half = x.length // 2
-                if x1 != Slice(x.source, 0, 1, half) or x2 != Slice(x.source, half, 1, half):
+                first, second = x.start, x.start + half
+                if x1 != Slice(x.source, first, 1, half) or x2 != Slice(x.source, second, 1, half):
                     continue
                 _check_passed(x, passed, x.length, what)
-                cos_source = rope_table(cos, x.source, x.length, x.length, f"{what}: cos")
-                sin_source = rope_table(sin, x.source, x.length, x.length, f"{what}: sin")
-                return Rope(node, x.source, cos_source, sin_source, False, x.length)
+                cos_source = _table(cos, x.source, x.length, x.length, what, "cos")
+                sin_source = _table(sin, x.source, x.length, x.length, what, "sin")
+                return Rope(node, x.source, cos_source, sin_source, False, x.length, x.start)
     raise No(f"{what}: expected x cos + rotate_half(x) sin, found {describe(rotated)}")
 
 
-def rope_table(node: fx.Node, x: fx.Node, used: int, rope_dim: int, what: str) -> fx.Node:
+def _table(
+    node: fx.Node, x: fx.Node, used: int, rope_dim: int, asked: _Asked, label: str
+) -> fx.Node:
     """The [B or 1, S, P] table of which `node` is the used half or whole, one row a token of x.
 
     Args:
-        node: operand of the product with [B, S, ..., used] elements of `x`.
+        node: operand of the product with [B, S, ..., used] elements of `x`, its axes as in `asked`.
     """
+    what, token_dim = f"{asked}: {label}", asked.token_dim
+    if not 1 <= token_dim < len(shape_of(x)) - 1:
+        raise No(f"{asked}: its input has shape {list(shape_of(x))}, expected more axes")
     peeled = peel(node)
     table = last_dim_slice(peeled.source)
     if (table.start, table.step, table.length) != (0, 1, used):
@@ -259,7 +296,7 @@ def rope_table(node: fx.Node, x: fx.Node, used: int, rope_dim: int, what: str) -
         raise No(f"{what} has shape {list(shape)}, expected [batch or 1, tokens, {rope_dim}]")
     if dtype_of(base) != dtype_of(x):
         raise No(f"{what} is {dtype_of(base)}, the rotated input {dtype_of(x)}")
-    batch, tokens = shape_of(x)[:2]
+    batch, tokens = shape_of(x)[0], shape_of(x)[token_dim]
     if not is_same(shape[1], tokens) or not (is_same(shape[0], 1) or is_same(shape[0], batch)):
         raise No(f"{what} has shape {list(shape)}, its input {list(shape_of(x))}")
     own = axes(B=shape[0], S=shape[1], P=used)
@@ -268,7 +305,8 @@ def rope_table(node: fx.Node, x: fx.Node, used: int, rope_dim: int, what: str) -
     layout = None
     if whole is not None and names((whole[-1],)) == names((own[-1],)):
         layout = layout_after((*whole[:-1], own[-1]), peeled.chain)
-    wanted = axes(B=shape[0], S=shape[1], **{f"h{i}": 1 for i in shape_of(x)[2:-1]}, P=used)
+    wanted: Layout = ((),) * (len(shape_of(x)) - 1)
+    wanted = (own[0], *wanted[1:token_dim], own[1], *wanted[token_dim + 1 :], own[2])
     if layout is None or names(strip_repeats(layout)) != names(wanted):
         raise No(f"{what} is not laid out as one row a token of {describe(x)}")
     return base

@@ -8,12 +8,15 @@ a latent c, q . k is (q W_UK) . c, and a sum of v is W_UV of the sum of c.
     c -> kv_b -> view, split -> k_nope, v;  q, cat(k_nope, k_rot), v, selection
         -> glm.indexed_attention
 
-    q -> glm.mla_absorb_query(q_nope, q_rot, W) -> glm.sparse_mla_contiguous(q, c, k_rot, selection)
-      -> glm.mla_project_values(., W)
+    q -> glm.mla_absorb_query(q_nope, q_rot, W, cos, sin)
+      -> glm.sparse_mla_contiguous(q, c, k_rot, selection) -> glm.mla_project_values(., W)
 
 Over a PagedCache `paged_gather` goes too: `glm.sparse_mla(q, pages, selection, block_table)`. What
 is left reads the selected tokens only, so that the time of a step does not depend on how many the
-cache has room for. W is kv_b's weight as it is: both products read their part of it in place.
+cache has room for. W is kv_b's weight as it is: both products read their part of it in place. The
+query's rotation is part of the first product, with the model's roundings; what makes and stores a
+step's latents becomes one op too, see `latent_write`. Where either is not as in the model, it stays
+what it was, with the reason.
 
 A selection that was made with the call's own bounds is taken as it is. From any other (of a caller,
 of another graph) positions outside the bounds are removed in the graph, and it is sorted, because
@@ -34,7 +37,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from glm_compile.fx_passes import layouts
+from glm_compile.fx_passes import latent_write, layouts, rotations
 from glm_compile.fx_passes.base import Declined, No, PassOptions, PassResult, where
 from glm_compile.fx_passes.canonical import is_view
 from glm_compile.fx_passes.editing import Builder, erase_dead, refresh
@@ -44,6 +47,7 @@ from glm_compile.fx_passes.expanded_latents import (
     expanded_latents,
     steps_of,
 )
+from glm_compile.fx_passes.rotations import Rope
 
 aten = torch.ops.aten
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16)
@@ -89,7 +93,8 @@ class SparseMla:
             except No as no:
                 result.declined.append(Declined(place, str(no)))
                 continue
-            _replace(graph, call, latents)
+            for reason in _replace(graph, call, latents):
+                result.declined.append(Declined(place, reason))
             result.matched.append(place)
             result.num_matches += 1
         if result.num_matches:
@@ -114,17 +119,26 @@ def _check(call: _Call, latents: ExpandedLatents) -> None:
         raise No(f"expected one dtype of float32, bfloat16 and float16, found {found}")
 
 
-def _replace(graph: fx.Graph, call: _Call, found: ExpandedLatents) -> None:
+def _replace(graph: fx.Graph, call: _Call, found: ExpandedLatents) -> list[str]:
+    """Replace one call; return why parts of its surroundings stay what they were."""
     glm = torch.ops.glm
+    reasons: list[str] = []
     build = Builder(graph, call.node, call.node)
     batch, tokens = build.size(call.q, 0), build.size(call.q, 2)
     num_heads = layouts.shape_of(call.q)[1]
     weight = found.kv_b.weight
+    q_nope, q_rot = _parts(build, call.q, found.num_nope)
+    tables: tuple[Any, ...] = (None, None, True)
+    try:
+        rope = rotations.rope(q_rot, "rope of q", token_dim=2, is_part=True)
+        q_rot = _unrotated(build, rope, q_rot)
+        tables = (rope.cos, rope.sin, rope.interleaved)
+    except No as no:
+        reasons.append(f"queries are rotated in a launch of their own: {no}")
     q_nope, q_rot = (
-        build.call(aten.permute.default, part, [0, 2, 1, 3])
-        for part in _parts(build, call.q, found.num_nope)
+        build.call(aten.permute.default, part, [0, 2, 1, 3]) for part in (q_nope, q_rot)
     )
-    q_BSHC = build.call(glm.mla_absorb_query.default, q_nope, q_rot, weight, "")
+    q_BSHC = build.call(glm.mla_absorb_query.default, q_nope, q_rot, weight, *tables, "")
     q_RHC = build.view(q_BSHC, [-1, num_heads, found.rank + found.num_rope])
     gather = found.latents.source
     is_paged = (
@@ -154,6 +168,25 @@ def _replace(graph: fx.Graph, call: _Call, found: ExpandedLatents) -> None:
     undone = _undo_permutes(values_BHSV, values_BSHV)
     refresh(graph, build.made)
     erase_dead(graph, [*undone, values_BHSV, call.node])
+    pages = layouts.args(attended)[1]
+    if is_paged and latent_write.is_write(pages):
+        try:
+            store = latent_write.find_store(pages, found.rank)
+        except No as no:
+            reasons.append(f"latents are made and stored in launches of their own: {no}")
+        else:
+            reasons += latent_write.replace_store(graph, store, attended)
+    return reasons
+
+
+def _unrotated(build: Builder, rope: Rope, rotated: fx.Node) -> fx.Node:
+    """What a rotation of queries [B, H, S, P] reads, in this shape."""
+    shapes = [layouts.shape_of(node)[:-1] for node in (rope.x, rotated)]
+    if len(shapes[0]) != 3 or not all(map(layouts.is_same, *shapes)):
+        raise No(f"rope of q: turns {list(shapes[0])} rows to {list(shapes[1])}")
+    if layouts.is_same(layouts.shape_of(rope.x)[-1], rope.rope_dim):
+        return rope.x
+    return build.call(aten.slice.Tensor, rope.x, 3, rope.start, rope.start + rope.rope_dim)
 
 
 def _parts(build: Builder, q: fx.Node, num_nope: int) -> tuple[fx.Node, fx.Node]:

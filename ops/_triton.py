@@ -8,6 +8,12 @@ import torch
 import triton
 import triton.language as tl
 
+TRITON_DTYPES = {
+    torch.float32: tl.float32,
+    torch.bfloat16: tl.bfloat16,
+    torch.float16: tl.float16,
+}
+
 
 @functools.cache
 def supports_pdl(device: torch.device) -> bool:
@@ -51,3 +57,32 @@ def to_fp8(x, scale):
     # Comparisons, unlike min and max, let NaN through.
     scaled = tl.where(scaled > FP8_MAX, FP8_MAX, tl.where(scaled < -FP8_MAX, -FP8_MAX, scaled))
     return scaled.to(tl.float8e4nv)
+
+
+@triton.jit
+def rope_columns(column, P: tl.constexpr, INTERLEAVED: tl.constexpr):
+    """Where an output column reads: (own, partner, angle, is in the second half, is rotated)."""
+    HALF: tl.constexpr = P // 2
+    is_rotated = column < P
+    is_second = column >= HALF
+    pair = tl.where(is_second, column - HALF, column)
+    if INTERLEAVED:
+        own = tl.where(is_second, 2 * pair + 1, 2 * pair)
+        partner = tl.where(is_second, 2 * pair, 2 * pair + 1)
+        angle = pair
+    else:
+        own = column
+        partner = tl.where(is_second, pair, pair + HALF)
+        angle = column
+    own = tl.where(is_rotated, own, column)
+    partner = tl.where(is_rotated, partner, column)
+    return own, partner, angle, is_second, is_rotated
+
+
+@triton.jit
+def rotate(own, partner, cos, sin, is_second, is_rotated, ROUND_TO: tl.constexpr):
+    """own * cos -+ partner * sin, each step rounded; all blocks fp32, result in fp32."""
+    first = (own * cos).to(ROUND_TO).to(tl.float32)
+    second = (partner * sin).to(ROUND_TO).to(tl.float32)
+    turned = tl.where(is_second, first + second, first - second).to(ROUND_TO).to(tl.float32)
+    return tl.where(is_rotated, turned, own)

@@ -1,17 +1,18 @@
 """Everything between the indexer's projections and its scores, in one launch.
 
 LayerNorm of the key, RoPE of query and key, the head weights' fp32 scaling, the store of the key
-into a cache; in the FP8 tier also the quantisation of both. And the projection to the head weights
-where it is kept in fp32, which can be part of no other.
+into a cache; in the FP8 tier also the quantisation of both. On request what the layer's attention
+caches of the same tokens, see `latent_write`. And the projection to the head weights where it is
+kept in fp32, which can be part of no other.
 
 Shape legend: B batch, S tokens of the step, T cached tokens, H index heads, D index head dim, P
-rope dim, C hidden.
+rope dim, C hidden, L rank of attention's latent.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -19,21 +20,42 @@ from glm_compile.ops import _dispatch
 from glm_compile.ops._bounds import INDEX_DTYPES
 from glm_compile.ops._library import register_op
 from glm_compile.ops.indexer_prologue.reference import (
+    attention_prologue_fp8_reference,
+    attention_prologue_paged_reference,
     indexer_gates_reference,
     indexer_prologue_fp8_reference,
     indexer_prologue_paged_reference,
     indexer_prologue_reference,
     indexer_prologue_rows_reference,
 )
+from glm_compile.ops.latent_write import check_latents
+from glm_compile.ops.latent_write import why_not_triton as why_not_triton_latents
 from glm_compile.ops.paged_cache import PAGE_SIZE, check_key_pages
 
 __all__ = [
+    "Latents",
     "indexer_gates",
     "indexer_prologue",
     "indexer_prologue_fp8",
     "indexer_prologue_paged",
     "indexer_prologue_rows",
 ]
+
+
+class Latents(NamedTuple):
+    """What a layer's attention caches of the step; rotated by the prologue's own cos and sin.
+
+    Attributes:
+        latents_BSL, ropes_BSP, norm_weight_L, norm_eps, pages: see `latent_write`.
+        interleaved: of the ropes.
+    """
+
+    latents_BSL: torch.Tensor
+    ropes_BSP: torch.Tensor
+    norm_weight_L: torch.Tensor
+    norm_eps: float
+    interleaved: bool
+    pages: torch.Tensor
 
 
 def indexer_prologue(
@@ -156,6 +178,7 @@ def indexer_prologue_paged(
     key_pages: torch.Tensor,
     block_table: torch.Tensor,
     lengths_B: torch.Tensor,
+    latents: Latents | None = None,
     backend: str | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """`indexer_prologue`, with the keys stored in pages as `paged_write` stores them.
@@ -164,6 +187,7 @@ def indexer_prologue_paged(
         key_pages: [pages, 64, D] in k's dtype, written in place at the positions `lengths_B[b] +
             s`.
         block_table, lengths_B: see `indexer_prologue_fp8`.
+        latents: stored at the same positions of pages of their own, through the same table.
         (others): see `indexer_prologue`.
 
     Returns:
@@ -178,7 +202,7 @@ def indexer_prologue_paged(
         )
     _check_key_dtype(op, key_pages, k_BSD)
     _check_table(op, block_table, lengths_B, k_BSD.shape[0])
-    return _indexer_prologue_paged_op(
+    step = (
         q_BSHD,
         k_BSD,
         gates_BSH,
@@ -192,8 +216,11 @@ def indexer_prologue_paged(
         key_pages,
         block_table,
         lengths_B,
-        backend or "",
     )
+    if latents is None:
+        return _indexer_prologue_paged_op(*step, backend or "")
+    _check_latents(op, latents, cos_BSP, sin_BSP, block_table, lengths_B, k_BSD)
+    return _attention_prologue_paged_op(*step, *latents, backend or "")
 
 
 def indexer_prologue_fp8(
@@ -211,6 +238,7 @@ def indexer_prologue_fp8(
     key_pages: torch.Tensor,
     block_table: torch.Tensor,
     lengths_B: torch.Tensor,
+    latents: Latents | None = None,
     backend: str | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Prepare queries and head weights of the FP8 tier, and store the keys.
@@ -226,6 +254,7 @@ def indexer_prologue_fp8(
         block_table: int32 or int64 [B, P]; a token whose entry is negative or missing is not
             stored.
         lengths_B: int32 or int64, tokens already cached.
+        latents: stored at the same positions of pages of their own, through the same table.
         (others): see `indexer_prologue`.
 
     Returns:
@@ -235,7 +264,7 @@ def indexer_prologue_fp8(
     _check(op, q_BSHD, k_BSD, gates_BSH, norm_weight_D, norm_bias_D, cos_BSP, sin_BSP)
     check_key_pages(op, key_pages, k_BSD.shape[2])
     _check_table(op, block_table, lengths_B, k_BSD.shape[0])
-    return _indexer_prologue_fp8_op(
+    step = (
         q_BSHD,
         k_BSD,
         gates_BSH,
@@ -249,8 +278,11 @@ def indexer_prologue_fp8(
         key_pages,
         block_table,
         lengths_B,
-        backend or "",
     )
+    if latents is None:
+        return _indexer_prologue_fp8_op(*step, backend or "")
+    _check_latents(op, latents, cos_BSP, sin_BSP, block_table, lengths_B, k_BSD)
+    return _attention_prologue_fp8_op(*step, *latents, backend or "")
 
 
 def indexer_gates(
@@ -316,6 +348,24 @@ def _check(
         raise ValueError(f"{op}: cos has batch {cos.shape[0]}, expected {q.shape[0]} or 1")
 
 
+def _check_latents(
+    op: str,
+    latents: Latents,
+    cos: torch.Tensor,
+    sin: torch.Tensor,
+    block_table: torch.Tensor,
+    lengths: torch.Tensor,
+    k: torch.Tensor,
+) -> None:
+    latents_BSL, ropes_BSP, norm_weight, _eps, _interleaved, pages = latents
+    check_latents(op, latents_BSL, ropes_BSP, norm_weight, cos, sin, pages, block_table, lengths)
+    if latents_BSL.shape[:2] != k.shape[:2] or latents_BSL.dtype != k.dtype:
+        raise ValueError(
+            f"{op}: latents of {tuple(k.shape[:2])} tokens in {k.dtype} expected, as k has, got "
+            f"{tuple(latents_BSL.shape[:2])} in {latents_BSL.dtype}"
+        )
+
+
 def _check_table(
     op: str, block_table: torch.Tensor, lengths: torch.Tensor, batch_size: int
 ) -> None:
@@ -371,6 +421,13 @@ def _why_not_triton_fp8(q_BSHD: torch.Tensor, *rest: Any) -> str | None:
     return _dispatch.why_no_fp8(q_BSHD) or _why_not_triton(q_BSHD, *rest)
 
 
+def _with_latents(why_not: Callable[..., str | None]) -> Callable[..., str | None]:
+    def why_not_both(*args: Any) -> str | None:
+        return why_not(*args[:13]) or why_not_triton_latents(*args[13:])
+
+    return why_not_both
+
+
 # Rows up to which the kernel was written: it has no tensor core's work to do.
 _MAX_GATE_ROWS = 64
 
@@ -411,6 +468,16 @@ _BACKENDS = {
     "indexer_prologue_paged": _backends("indexer_prologue_paged", indexer_prologue_paged_reference),
     "indexer_prologue_fp8": _backends(
         "indexer_prologue_fp8", indexer_prologue_fp8_reference, _why_not_triton_fp8
+    ),
+    "attention_prologue_paged": _backends(
+        "attention_prologue_paged",
+        attention_prologue_paged_reference,
+        _with_latents(_why_not_triton),
+    ),
+    "attention_prologue_fp8": _backends(
+        "attention_prologue_fp8",
+        attention_prologue_fp8_reference,
+        _with_latents(_why_not_triton_fp8),
     ),
     "indexer_gates": _backends("indexer_gates", indexer_gates_reference, _why_not_triton_gates),
 }
@@ -481,6 +548,22 @@ _indexer_prologue_paged_op = register_op(
 _indexer_prologue_fp8_op = register_op(
     f"indexer_prologue_fp8({_SHARED_SCHEMA}, {_PAGES_SCHEMA}, str backend) -> (Tensor, Tensor)",
     _implementation("indexer_prologue_fp8"),
+    _indexer_prologue_fp8_fake,
+)
+_LATENTS_SCHEMA = (
+    "Tensor latents_BSL, Tensor ropes_BSP, Tensor latent_weight_L, float latent_eps, "
+    "bool latents_interleaved, Tensor(b!) latent_pages"
+)
+_attention_prologue_paged_op = register_op(
+    f"attention_prologue_paged({_SHARED_SCHEMA}, {_PAGES_SCHEMA}, {_LATENTS_SCHEMA}, "
+    "str backend) -> (Tensor, Tensor)",
+    _implementation("attention_prologue_paged"),
+    _stored_fake,
+)
+_attention_prologue_fp8_op = register_op(
+    f"attention_prologue_fp8({_SHARED_SCHEMA}, {_PAGES_SCHEMA}, {_LATENTS_SCHEMA}, "
+    "str backend) -> (Tensor, Tensor)",
+    _implementation("attention_prologue_fp8"),
     _indexer_prologue_fp8_fake,
 )
 _indexer_gates_op = register_op(

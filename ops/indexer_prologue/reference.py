@@ -6,12 +6,15 @@ rope dim.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 
+from glm_compile.ops._rope import rope_reference
 from glm_compile.ops.fp8_quant.reference import fp8_quant_reference
+from glm_compile.ops.latent_write.reference import latent_write_reference
 from glm_compile.ops.paged_cache.reference import (
     paged_write_fp8_reference,
     paged_write_reference,
@@ -21,27 +24,6 @@ from glm_compile.ops.paged_cache.reference import (
 def indexer_gates_reference(x: torch.Tensor, weight_HC: torch.Tensor) -> torch.Tensor:
     """x W^T in fp32."""
     return F.linear(x.float(), weight_HC).contiguous()
-
-
-def rope_reference(
-    x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, interleaved: bool
-) -> torch.Tensor:
-    """Rotate the first P dims of `x`, each product and sum rounded to the dtype torch promotes to.
-
-    `cos` and `sin` are [..., P], both halves alike, and broadcast against `x`. Interleaved pairs
-    are (2i, 2i + 1), and the result holds all the even dims' results first, then all the odd
-    ones'; half split pairs are (i, i + P/2), and stay where they are.
-    """
-    rope_dim = cos.shape[-1]
-    rotated, passed = x[..., :rope_dim], x[..., rope_dim:]
-    if interleaved:
-        cos, sin = cos[..., : rope_dim // 2], sin[..., : rope_dim // 2]
-        even, odd = rotated[..., 0::2], rotated[..., 1::2]
-        rotated = torch.cat([even * cos - odd * sin, odd * cos + even * sin], dim=-1)
-    else:
-        first, second = rotated.chunk(2, dim=-1)
-        rotated = rotated * cos + torch.cat([-second, first], dim=-1) * sin
-    return torch.cat([rotated.to(x.dtype), passed], dim=-1)
 
 
 def key_norm_reference(
@@ -119,3 +101,21 @@ def indexer_prologue_fp8_reference(
     constant = gate_scale * q_BSHD.shape[3] ** -0.5
     weights_BSH = gates_BSH.float() * constant * scale_BSH
     return q_BSHD.contiguous(), weights_BSH.contiguous()
+
+
+def _with_latents(prologue: Callable[..., Any]) -> Callable[..., Any]:
+    """A reference that stores keys, and then latents in pages of the same table."""
+
+    def run(*args: Any) -> Any:
+        cos, sin = args[6:8]
+        pages, (latents, ropes, weight, eps, interleaved, latent_pages) = args[11:13], args[13:]
+        results = prologue(*args[:13])
+        step = (latents, ropes, weight, eps, cos, sin, interleaved)
+        latent_write_reference(*step, latent_pages, *pages)
+        return results
+
+    return run
+
+
+attention_prologue_paged_reference = _with_latents(indexer_prologue_paged_reference)
+attention_prologue_fp8_reference = _with_latents(indexer_prologue_fp8_reference)

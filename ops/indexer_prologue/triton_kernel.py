@@ -1,22 +1,24 @@
 """The indexer prologue in Triton: one launch for the key side and the query side.
 
-Grid: tokens x (1 + head groups). The first program of a token norms, rotates and stores its key;
-the others rotate a group of heads each and scale their gates. Rope reads each output's own input
-and its partner by index, so that both layouts are the same code. Products and sums are rounded
-where torch rounds them; contraction to fused multiply-adds is off, or fp32 results would differ
-from torch's.
+Grid: tokens x (1 + head groups, and 1 more with latents). The first program of a token norms,
+rotates and stores its key; the next ones rotate a group of heads each and scale their gates; the
+last norms, rotates and stores what attention caches of the token. Rope reads each output's own
+input and its partner by index, so that both layouts are the same code. Products and sums are
+rounded where torch rounds them; contraction to fused multiply-adds is off, or fp32 results would
+differ from torch's.
 
 A decode step is all latency: every load is issued before anything waits for one, and the kernel may
-be launched before its predecessor ends (PDL, compute capability 9.0 and newer). Only weights are
-read before the wait: everything else may have been written by a kernel of the same chain.
+be launched before its predecessor ends (PDL, compute capability 9.0 and newer), and lets its
+successor in before it waits itself: that one waits for this kernel, so for all ahead, before it
+reads what was computed. Only weights are read before the wait: everything else may have been
+written by a kernel of the same chain.
 
 Shape legend: B batch, S tokens of the step, T cached tokens, H index heads, D index head dim, P
-rope dim.
+rope dim, L rank of the latent.
 """
 
 from __future__ import annotations
 
-import functools
 from typing import Any
 
 import torch
@@ -24,47 +26,21 @@ import triton
 import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from glm_compile.ops._triton import finite_amax, fp8_scale, to_fp8
+from glm_compile.ops._triton import (
+    TRITON_DTYPES,
+    finite_amax,
+    fp8_scale,
+    rope_columns,
+    rotate,
+    supports_pdl,
+    to_fp8,
+)
 from glm_compile.ops.indexer_prologue.config import KernelConfig, default_for
+from glm_compile.ops.latent_write.triton_kernel import load_norm_weight, write_latent
 from glm_compile.ops.paged_cache.triton_kernel import find_slot, store_key
 
 # Where a key goes: a fresh [B, S, D], rows of a cache [B, T, D], pages, or FP8 pages.
 FRESH, ROWS, PAGES, FP8_PAGES = (tl.constexpr(i) for i in range(4))
-
-_TRITON_DTYPES = {
-    torch.float32: tl.float32,
-    torch.bfloat16: tl.bfloat16,
-    torch.float16: tl.float16,
-}
-
-
-@triton.jit
-def rope_columns(column, P: tl.constexpr, INTERLEAVED: tl.constexpr):
-    """Where an output column reads: (own, partner, angle, is in the second half, is rotated)."""
-    HALF: tl.constexpr = P // 2
-    is_rotated = column < P
-    is_second = column >= HALF
-    pair = tl.where(is_second, column - HALF, column)
-    if INTERLEAVED:
-        own = tl.where(is_second, 2 * pair + 1, 2 * pair)
-        partner = tl.where(is_second, 2 * pair, 2 * pair + 1)
-        angle = pair
-    else:
-        own = column
-        partner = tl.where(is_second, pair, pair + HALF)
-        angle = column
-    own = tl.where(is_rotated, own, column)
-    partner = tl.where(is_rotated, partner, column)
-    return own, partner, angle, is_second, is_rotated
-
-
-@triton.jit
-def rotate(own, partner, cos, sin, is_second, is_rotated, ROUND_TO: tl.constexpr):
-    """own * cos -+ partner * sin, each step rounded; all blocks fp32, result in fp32."""
-    first = (own * cos).to(ROUND_TO).to(tl.float32)
-    second = (partner * sin).to(ROUND_TO).to(tl.float32)
-    turned = tl.where(is_second, first + second, first - second).to(ROUND_TO).to(tl.float32)
-    return tl.where(is_rotated, turned, own)
 
 
 @triton.jit
@@ -139,17 +115,37 @@ def indexer_prologue_kernel(
     positions,
     q_out,
     weights,
+    latents,
+    stride_lb,
+    stride_ls,
+    stride_ll,
+    ropes,
+    stride_rb,
+    stride_rs,
+    stride_rp,
+    latent_weight,
+    latent_eps,
+    latent_pages,
+    stride_latent_page,
+    stride_latent_row,
+    stride_latent_value,
     num_steps,
     H: tl.constexpr,
     D: tl.constexpr,
     P: tl.constexpr,
     BLOCK_H: tl.constexpr,
     BLOCK_D: tl.constexpr,
+    BLOCK_P: tl.constexpr,
     INTERLEAVED: tl.constexpr,
     ROUND_TO: tl.constexpr,
     TO: tl.constexpr,
+    L: tl.constexpr,
+    BLOCK_L: tl.constexpr,
+    LATENTS_INTERLEAVED: tl.constexpr,
     PDL: tl.constexpr,
 ):
+    if PDL:
+        gdc_launch_dependents()
     sequence = tl.program_id(0) // num_steps
     step = (tl.program_id(0) - sequence * num_steps).to(tl.int64)
     sequence = sequence.to(tl.int64)
@@ -161,14 +157,45 @@ def indexer_prologue_kernel(
     inside = column < D
     is_turned = is_rotated & inside
 
-    if tl.program_id(1) == 0:
+    if L > 0 and tl.program_id(1) == tl.num_programs(1) - 1:
+        weight = load_norm_weight(latent_weight, L, BLOCK_L)
+        if PDL:
+            gdc_wait()
+        write_latent(
+            latents + sequence * stride_lb + step * stride_ls,
+            stride_ll,
+            ropes + sequence * stride_rb + step * stride_rs,
+            stride_rp,
+            weight,
+            latent_eps,
+            cos,
+            stride_cp,
+            sin,
+            stride_sp,
+            latent_pages,
+            stride_latent_page,
+            stride_latent_row,
+            stride_latent_value,
+            table,
+            stride_table,
+            num_columns,
+            positions,
+            sequence,
+            step,
+            L,
+            P,
+            BLOCK_L,
+            BLOCK_P,
+            LATENTS_INTERLEAVED,
+            ROUND_TO,
+        )
+    elif tl.program_id(1) == 0:
         own_weight = tl.load(norm_weight + own, mask=inside, other=0.0).to(tl.float32)
         own_bias = tl.load(norm_bias + own, mask=inside, other=0.0).to(tl.float32)
         partner_weight = tl.load(norm_weight + partner, mask=is_turned, other=0.0).to(tl.float32)
         partner_bias = tl.load(norm_bias + partner, mask=is_turned, other=0.0).to(tl.float32)
         if PDL:
             gdc_wait()
-            gdc_launch_dependents()
         k += sequence * stride_kb + step * stride_ks
         own_x = tl.load(k + own * stride_kd, mask=inside, other=0.0).to(tl.float32)
         partner_x = tl.load(k + partner * stride_kd, mask=is_turned, other=0.0).to(tl.float32)
@@ -211,7 +238,6 @@ def indexer_prologue_kernel(
         has_head = head < H
         if PDL:
             gdc_wait()
-            gdc_launch_dependents()
         q += sequence * stride_qb + step * stride_qs
         row = q + head[:, None] * stride_qh
         is_read = has_head[:, None] & inside[None, :]
@@ -250,12 +276,6 @@ def _rope_arguments(
     return cos, *cos.stride(), sin, *sin.stride()
 
 
-@functools.cache
-def _has_pdl(device: torch.device) -> bool:
-    """Whether a kernel on the device may start before the one before it has ended."""
-    return device.type == "cuda" and torch.cuda.get_device_capability(device) >= (9, 0)
-
-
 def launch(
     q: torch.Tensor,
     k: torch.Tensor,
@@ -273,6 +293,7 @@ def launch(
     table: torch.Tensor | None = None,
     positions: torch.Tensor | None = None,
     num_rows: int = 0,
+    latents: tuple[Any, ...] | None = None,
     config: KernelConfig | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Write the keys to `keys`; return queries and head weights.
@@ -282,6 +303,8 @@ def launch(
         table: block table of pages.
         positions: tokens already cached: [B] for pages, one number for rows.
         num_rows: T, for rows.
+        latents: what attention caches of the step, for pages: latents [B, S, L], ropes [B, S, P],
+            weight and epsilon of the norm, whether pairs are interleaved, pages.
         config: for measurements; None takes the default.
     """
     batch_size, num_steps, num_heads, head_dim = q.shape
@@ -295,10 +318,23 @@ def launch(
     config = config or default_for(num_tokens)
     if table is not None and table.stride(1) != 1:
         table = table.contiguous()
-    # The norm's parameters are read early; a copy of them made just ahead would come too late.
-    is_early = config.is_early and norm_weight.is_contiguous() and norm_bias.is_contiguous()
-    has_pdl = is_early and _has_pdl(q.device)
-    indexer_prologue_kernel[(num_tokens, 1 + triton.cdiv(num_heads, config.block_h))](
+    rank, rope_dim = 0, cos.shape[-1]
+    has_latents = latents is not None
+    latent_arguments: tuple[Any, ...] = (*(None, 0, 0, 0) * 2, None, 0.0, *(None, 0, 0, 0))
+    latent_weight, is_latent_interleaved = norm_weight, False
+    if latents is not None:
+        latents_BSL, ropes, latent_weight, eps, is_latent_interleaved, pages = latents
+        rank = latents_BSL.shape[2]
+        latent_arguments = (
+            *(latents_BSL, *latents_BSL.stride(), ropes, *ropes.stride()),
+            *(latent_weight.contiguous(), eps, pages, *pages.stride()),
+        )
+    # The norms' parameters are read early; a copy of them made just ahead would come too late.
+    parameters = (norm_weight, norm_bias, latent_weight)
+    is_early = config.is_early and all(parameter.is_contiguous() for parameter in parameters)
+    has_pdl = is_early and supports_pdl(q.device)
+    num_groups = triton.cdiv(num_heads, config.block_h)
+    indexer_prologue_kernel[(num_tokens, 1 + num_groups + has_latents)](
         q,
         *q.stride(),
         k,
@@ -319,15 +355,20 @@ def launch(
         None if positions is None else positions.contiguous(),
         q_out,
         weights,
+        *latent_arguments,
         num_steps,
         H=num_heads,
         D=head_dim,
-        P=cos.shape[-1],
+        P=rope_dim,
         BLOCK_H=config.block_h,
         BLOCK_D=triton.next_power_of_2(head_dim),
+        BLOCK_P=triton.next_power_of_2(max(1, rope_dim)),
         INTERLEAVED=interleaved,
-        ROUND_TO=_TRITON_DTYPES[torch.promote_types(k.dtype, cos.dtype)],
+        ROUND_TO=TRITON_DTYPES[torch.promote_types(k.dtype, cos.dtype)],
         TO=to.value,
+        L=rank,
+        BLOCK_L=triton.next_power_of_2(max(1, rank)),
+        LATENTS_INTERLEAVED=is_latent_interleaved,
         PDL=has_pdl,
         num_warps=config.num_warps,
         enable_fp_fusion=False,
@@ -362,6 +403,21 @@ def indexer_prologue_fp8_triton(*args: Any) -> tuple[torch.Tensor, torch.Tensor]
     *prologue, gate_scale, pages, table, lengths = args
     prologue.append(gate_scale * args[0].shape[3] ** -0.5)
     return launch(*prologue, to=FP8_PAGES, keys=pages, table=table, positions=lengths)
+
+
+def attention_prologue_paged_triton(*args: Any) -> tuple[torch.Tensor, torch.Tensor]:
+    """Launch the exact tier's kernel with keys and latents stored in pages."""
+    prologue, (pages, table, lengths), latents = args[:10], args[10:13], args[13:]
+    where: dict[str, Any] = {"keys": pages, "table": table, "positions": lengths}
+    return launch(*prologue, to=PAGES, latents=latents, **where)
+
+
+def attention_prologue_fp8_triton(*args: Any) -> tuple[torch.Tensor, torch.Tensor]:
+    """Launch the FP8 tier's kernel with latents stored in pages."""
+    prologue, (pages, table, lengths), latents = list(args[:10]), args[10:13], args[13:]
+    prologue[9] *= args[0].shape[3] ** -0.5
+    where: dict[str, Any] = {"keys": pages, "table": table, "positions": lengths}
+    return launch(*prologue, to=FP8_PAGES, latents=latents, **where)
 
 
 @triton.jit(do_not_specialize=["num_rows"])
@@ -410,7 +466,7 @@ def indexer_gates_triton(x: torch.Tensor, weight_HC: torch.Tensor) -> torch.Tens
         return output
     x_MC = x.reshape(-1, num_columns)
     num_rows = x_MC.shape[0]
-    has_pdl = _has_pdl(x.device)
+    has_pdl = supports_pdl(x.device)
     indexer_gates_kernel[(num_heads, triton.cdiv(num_rows, _GATE_ROWS))](
         x_MC,
         *x_MC.stride(),

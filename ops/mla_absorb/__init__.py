@@ -1,7 +1,8 @@
 """The two products that multi-head latent attention absorbs kv_b into, a small matrix a head.
 
 Attention over latents needs the query in the latent's space, and gives an output that is still in
-it: `absorb_query` multiplies by W_UK ahead of attention, `project_values` by W_UV behind it
+it: `absorb_query` multiplies by W_UK ahead of attention and rotates the rest of the query on the
+way, `project_values` multiplies by W_UV behind it
 (DeepSeek-V2, arXiv 2405.04434, section 2.1.2 and its appendix on low-rank key-value compression).
 Both are parts of kv_b's weight and are read in place.
 
@@ -32,21 +33,29 @@ def absorb_query(
     q_rot_RHP: torch.Tensor,
     kv_b_weight: torch.Tensor,
     *,
+    cos: torch.Tensor | None = None,
+    sin: torch.Tensor | None = None,
+    interleaved: bool = True,
     backend: str | None = None,
 ) -> torch.Tensor:
     """Return the query in the latent's space: q_nope W_UK of each head, and q_rot behind it.
 
-    Products are accumulated in fp32 and rounded once; q_rot is copied bit for bit. Deterministic;
-    the number of rows may be symbolic or 0. A NaN stays in its row and head.
+    Products are accumulated in fp32 and rounded once; q_rot is copied bit for bit, or rotated with
+    every product and sum rounded as torch rounds them in that dtype. Deterministic; the number of
+    rows may be symbolic or 0. A NaN stays in its row and head.
 
     Args:
         q_nope_RHN: float32, bfloat16 or float16 [..., H, N] with one or two axes of rows, any
             strides: a part of [B, S, H, N + P], or [B, H, S, N] transposed, is read in place.
         q_rot_RHP: q_nope's dtype, [..., H, P], the same rows, any strides; P may be 0.
+        cos, sin: q_nope's dtype, [R, P], or [B or 1, S, P] where rows have two axes; both halves
+            alike. None where q_rot is rotated already.
+        interleaved: pairs are (2i, 2i + 1) and come out evens first; else (i, i + P/2).
         kv_b_weight: q_nope's dtype, [H * (N + V), L], any strides: the rows of a head are W_UK
             [N, L], then W_UV [V, L]. Never copied. The `cute` kernel reads it before the kernel
             ahead has ended: that one may write it only if it lets no dependent in before it has.
-        backend: `reference`, `triton` or `cute` to force one; None takes the first that can.
+        backend: `reference`, `triton`, `cute` or `library` (its product, and a kernel for the
+            rotation) to force one; None takes the first that can.
 
     Returns:
         q_nope's dtype, [..., H, L + P], contiguous.
@@ -68,7 +77,10 @@ def absorb_query(
         )
     num_heads, num_nope = q_nope_RHN.shape[-2:]
     _check_weight(op, kv_b_weight, num_heads, num_nope, "N")
-    return _absorb_query_op(q_nope_RHN, q_rot_RHP, kv_b_weight, backend or "")
+    _check_tables(op, q_rot_RHP, cos, sin)
+    return _absorb_query_op(
+        q_nope_RHN, q_rot_RHP, kv_b_weight, cos, sin, interleaved, backend or ""
+    )
 
 
 def project_values(
@@ -119,6 +131,26 @@ def _check_dtypes(op: str, **tensors: torch.Tensor) -> None:
         raise ValueError(f"{op}: all must share float32, bfloat16 or float16, got {found}")
 
 
+def _check_tables(
+    op: str, q_rot: torch.Tensor, cos: torch.Tensor | None, sin: torch.Tensor | None
+) -> None:
+    if cos is None and sin is None:
+        return
+    if cos is None or sin is None:
+        raise ValueError(
+            f"{op}: cos and sin go together, got only {'sin' if cos is None else 'cos'}"
+        )
+    _check_dtypes(op, q_rot=q_rot, cos=cos, sin=sin)
+    wanted = (*q_rot.shape[:-2], q_rot.shape[-1])
+    shapes = (wanted, (1, *wanted[1:])) if q_rot.dim() == 4 else (wanted,)
+    if cos.shape != sin.shape or cos.shape not in shapes or cos.shape[-1] % 2:
+        raise ValueError(
+            f"{op}: cos and sin must be {list(wanted)} with an even last axis"
+            f"{', or of one batch row' if q_rot.dim() == 4 else ''}, got {list(cos.shape)} and "
+            f"{list(sin.shape)}"
+        )
+
+
 def _check_weight(
     op: str, kv_b_weight: torch.Tensor, num_heads: int, num_used: int, letter: str
 ) -> None:
@@ -148,7 +180,7 @@ def _why_not_triton(x: torch.Tensor, *others: torch.Tensor) -> str | None:
 
 
 def _why_not_cute(
-    x: torch.Tensor, kv_b_weight: torch.Tensor, alignment: int, *others: torch.Tensor
+    x: torch.Tensor, kv_b_weight: torch.Tensor, alignment: int, *others: torch.Tensor | None
 ) -> str | None:
     """Reason against the kernel that both products share; `alignment` of x in bytes."""
     if x.dtype != torch.bfloat16:
@@ -175,8 +207,37 @@ def _is_aligned(x: torch.Tensor, alignment: int) -> bool:
     )
 
 
+def _why_no_query_triton(
+    q_nope: torch.Tensor,
+    q_rot: torch.Tensor,
+    kv_b_weight: torch.Tensor,
+    cos: torch.Tensor | None,
+    sin: torch.Tensor | None,
+    interleaved: bool,
+) -> str | None:
+    return _why_not_triton(q_nope, q_rot, kv_b_weight, *(t for t in (cos, sin) if t is not None))
+
+
+def _why_no_query_library(
+    q_nope: torch.Tensor,
+    q_rot: torch.Tensor,
+    kv_b_weight: torch.Tensor,
+    cos: torch.Tensor | None,
+    sin: torch.Tensor | None,
+    interleaved: bool,
+) -> str | None:
+    if cos is None or sin is None or not cos.shape[-1]:
+        return "without a rotation the reference is the library's product"
+    return _dispatch.why_no_triton(q_nope, q_rot, kv_b_weight, cos, sin)
+
+
 def _why_no_query_cute(
-    q_nope: torch.Tensor, q_rot: torch.Tensor, kv_b_weight: torch.Tensor
+    q_nope: torch.Tensor,
+    q_rot: torch.Tensor,
+    kv_b_weight: torch.Tensor,
+    cos: torch.Tensor | None,
+    sin: torch.Tensor | None,
+    interleaved: bool,
 ) -> str | None:
     num_nope, num_copied = q_nope.shape[-1], q_rot.shape[-1]
     if num_nope == 0 or num_nope % QUERY_ROWS or num_nope > QUERY_ROWS * MAX_WARPS:
@@ -186,7 +247,7 @@ def _why_no_query_cute(
         )
     if num_copied % 2:
         return f"the rope dim must be even, got {num_copied}"
-    return _why_not_cute(q_nope, kv_b_weight, 4, q_rot)
+    return _why_not_cute(q_nope, kv_b_weight, 4, q_rot, cos, sin)
 
 
 def _why_no_value_cute(o: torch.Tensor, kv_b_weight: torch.Tensor, num_values: int) -> str | None:
@@ -215,6 +276,12 @@ def _run_query_triton(*args: Any) -> torch.Tensor:
     return absorb_query_triton(*args)
 
 
+def _run_query_library(*args: Any) -> torch.Tensor:
+    from glm_compile.ops.mla_absorb.triton_kernel import absorb_query_library
+
+    return absorb_query_library(*args)
+
+
 def _run_value_triton(*args: Any) -> torch.Tensor:
     from glm_compile.ops.mla_absorb.triton_kernel import project_values_triton
 
@@ -223,8 +290,9 @@ def _run_value_triton(*args: Any) -> torch.Tensor:
 
 _QUERY_BACKENDS = (
     _dispatch.Backend("cute", _why_no_query_cute, _run_query_cute),
-    _dispatch.Backend("triton", _why_not_triton, _run_query_triton),
+    _dispatch.Backend("triton", _why_no_query_triton, _run_query_triton),
     _dispatch.Backend("reference", _dispatch.always, absorb_query_reference),
+    _dispatch.Backend("library", _why_no_query_library, _run_query_library),
 )
 _VALUE_BACKENDS = (
     _dispatch.Backend("cute", _why_no_value_cute, _run_value_cute),
@@ -241,15 +309,21 @@ def _ordered(backends: Sequence[_dispatch.Backend], x: torch.Tensor) -> Sequence
 
 
 def _absorb_query(
-    q_nope: torch.Tensor, q_rot: torch.Tensor, kv_b_weight: torch.Tensor, backend: str
+    q_nope: torch.Tensor,
+    q_rot: torch.Tensor,
+    kv_b_weight: torch.Tensor,
+    cos: torch.Tensor | None,
+    sin: torch.Tensor | None,
+    interleaved: bool,
+    backend: str,
 ) -> torch.Tensor:
-    return _dispatch.run(
-        "absorb_query", _ordered(_QUERY_BACKENDS, q_nope), backend, q_nope, q_rot, kv_b_weight
-    )
+    backends = _ordered(_QUERY_BACKENDS, q_nope)
+    call = (q_nope, q_rot, kv_b_weight, cos, sin, interleaved)
+    return _dispatch.run("absorb_query", backends, backend, *call)
 
 
 def _absorb_query_fake(
-    q_nope: torch.Tensor, q_rot: torch.Tensor, kv_b_weight: torch.Tensor, backend: str
+    q_nope: torch.Tensor, q_rot: torch.Tensor, kv_b_weight: torch.Tensor, *_rest: Any
 ) -> torch.Tensor:
     return q_nope.new_empty((*q_nope.shape[:-1], kv_b_weight.shape[1] + q_rot.shape[-1]))
 
@@ -269,7 +343,8 @@ def _project_values_fake(
 
 
 _absorb_query_op = register_op(
-    "mla_absorb_query(Tensor q_nope, Tensor q_rot, Tensor kv_b_weight, str backend) -> Tensor",
+    "mla_absorb_query(Tensor q_nope, Tensor q_rot, Tensor kv_b_weight, Tensor? cos, Tensor? sin, "
+    "bool interleaved, str backend) -> Tensor",
     _absorb_query,
     _absorb_query_fake,
 )

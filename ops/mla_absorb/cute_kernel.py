@@ -45,7 +45,9 @@ from glm_compile.ops._cute.stream import (
     load_global_16_bytes,
     load_global_word,
     mma_bf16,
+    multiply_bf16,
     pack_bf16,
+    unpack_bf16,
 )
 from glm_compile.ops.mla_absorb.config import (
     LINE,
@@ -71,6 +73,7 @@ class Variant:
         is_transposed: the matrix has its out features along its rows: W_UK.
         row_blocks: of 8 rows; 1 or 2.
         num_copied: P, values of each head to copy behind the product.
+        rotation: how these are rotated: `interleaved` or `half split` pairs; None copies them.
         use_pdl: ask for the matrix before the kernels ahead have ended.
         lets_in_early: let dependents in before the kernels ahead have ended.
     """
@@ -81,6 +84,7 @@ class Variant:
     is_transposed: bool
     row_blocks: int = 1
     num_copied: int = 0
+    rotation: str | None = None
     use_pdl: bool = True
     lets_in_early: bool = False
 
@@ -105,13 +109,17 @@ class MlaAbsorbKernel:
         self.num_outputs = -(-self.num_rows * v.tile // 2 // self.num_threads)
         # The blocks of a head share the copies out.
         self.copy_stride = self.num_threads * (v.num_features // v.tile)
-        self.num_copies = -(-self.num_rows * v.num_copied // self.copy_stride)
+        # What is rotated goes in pairs.
+        self.num_parts = v.num_copied // 2 if v.rotation else v.num_copied
+        self.num_copies = -(-self.num_rows * self.num_parts // self.copy_stride)
 
     @cute.jit
     def __call__(
         self,
         x: cute.Tensor,
         copied: cute.Tensor | None,
+        cos: cute.Tensor | None,
+        sin: cute.Tensor | None,
         weight: cute.Tensor,
         output: cute.Tensor,
         head_rows: Int32,
@@ -129,7 +137,7 @@ class MlaAbsorbKernel:
         )
         num_heads = output.shape[1]
         num_blocks = (output.shape[0] + self.num_rows - 1) // self.num_rows
-        self.kernel(atom, coords, x, copied, output, head_rows, skipped_rows).launch(
+        self.kernel(atom, coords, x, copied, cos, sin, output, head_rows, skipped_rows).launch(
             grid=(v.num_features // v.tile, num_heads, num_blocks),
             block=(self.num_threads, 1, 1),
             stream=stream,
@@ -143,6 +151,8 @@ class MlaAbsorbKernel:
         coords: cute.Tensor,
         x: cute.Tensor,
         copied: cute.Tensor | None,
+        cos: cute.Tensor | None,
+        sin: cute.Tensor | None,
         output: cute.Tensor,
         head_rows: Int32,
         skipped_rows: Int32,
@@ -204,8 +214,11 @@ class MlaAbsorbKernel:
         x_parts = self._load_rows(x, head, first_of_block, num_rows, warp, lane)
         kept = []
         if cutlass.const_expr(v.num_copied > 0):
-            first_copy = block * self.num_threads + tid
-            kept = self._load_copied(copied, head, first_of_block, num_rows, first_copy)
+            place = (head, first_of_block, num_rows, block * self.num_threads + tid)
+            if cutlass.const_expr(v.rotation is not None):
+                kept = self._load_pairs(copied, cos, sin, place)
+            else:
+                kept = self._load_copied(copied, place)
 
         part = shared_address(boxes.iterator) + warp * self.part_bytes
         cute.arch.mbarrier_wait(is_full, 0)
@@ -218,8 +231,7 @@ class MlaAbsorbKernel:
         else:
             self._multiply(total, x_parts, part, lane)
         if cutlass.const_expr(v.num_copied > 0):
-            first_copy = block * self.num_threads + tid
-            self._store_copied(kept, output, head, first_of_block, num_rows, first_copy)
+            self._store_copied(kept, output, place)
         # Nobody else reads this part.
         cute.arch.sync_warp()
         self._put_sums(total, part, lane)
@@ -279,9 +291,10 @@ class MlaAbsorbKernel:
         return loaded
 
     @cute.jit
-    def _load_copied(self, copied, head, first_row, num_rows, first_copy) -> list:
+    def _load_copied(self, copied, place) -> list:
         """This thread's share of what is copied."""
         v = self.v
+        head, first_row, num_rows, first_copy = place
         kept = []
         for i in cutlass.range_constexpr(self.num_copies):
             index = first_copy + i * self.copy_stride
@@ -289,22 +302,74 @@ class MlaAbsorbKernel:
             wanted = Int32(row < num_rows)
             source = self._row_offset(copied, first_row + row * wanted, head)
             source += Int64(index % v.num_copied) * Int64(copied.stride[3])
-            kept.append(_load_half(copied.iterator.toint() + source * 2, wanted))
+            kept.append([_load_half(copied.iterator.toint() + source * 2, wanted)])
         return kept
 
     @cute.jit
-    def _store_copied(self, kept, output, head, first_row, num_rows, first_copy) -> None:
+    def _load_pairs(self, rotated, cos, sin, place) -> list:
+        """This thread's share of what is rotated: (x1 cos - x2 sin, x2 cos + x1 sin) of each pair.
+
+        Products and sums are rounded to bf16 one by one, as torch rounds them.
+        """
         v = self.v
+        head, first_row, num_rows, first_pair = place
+        loaded = []
+        for i in cutlass.range_constexpr(self.num_copies):
+            index = first_pair + i * self.copy_stride
+            row = index // self.num_parts
+            pair = index % self.num_parts
+            wanted = Int32(row < num_rows)
+            token = first_row + row * wanted
+            source = self._row_offset(rotated, token, head)
+            first = pair
+            second = pair + self.num_parts
+            if cutlass.const_expr(v.rotation == "interleaved"):
+                first = pair * 2
+                second = pair * 2 + 1
+            base = rotated.iterator.toint()
+            stride = Int64(rotated.stride[3])
+            words = [
+                _load_half(base + (source + Int64(at) * stride) * 2, wanted)
+                for at in (first, second)
+            ]
+            num_queries = Int32(rotated.shape[1])
+            for table in (cos, sin):
+                offset = (
+                    Int64(token // num_queries) * Int64(table.stride[0])
+                    + Int64(token % num_queries) * Int64(table.stride[1])
+                    + Int64(pair) * Int64(table.stride[2])
+                )
+                words.append(_load_half(table.iterator.toint() + offset * 2, wanted))
+            loaded.append(words)
+        kept = []
+        for i in cutlass.range_constexpr(self.num_copies):
+            x1, x2, angle_cos, angle_sin = loaded[i]
+            # (x1 cos, x2 sin) and (x2 cos, x1 sin).
+            left = multiply_bf16(_join_halves(x1, x2), _join_halves(angle_cos, angle_sin))
+            right = multiply_bf16(_join_halves(x2, x1), _join_halves(angle_cos, angle_sin))
+            x1_cos, x2_sin = unpack_bf16(left)
+            x2_cos, x1_sin = unpack_bf16(right)
+            turned = pack_bf16(x1_cos - x2_sin, x2_cos + x1_sin)
+            kept.append([turned, turned >> 16])
+        return kept
+
+    @cute.jit
+    def _store_copied(self, kept, output, place) -> None:
+        v = self.v
+        head, first_row, num_rows, first_copy = place
         for i in cutlass.range_constexpr(self.num_copies):
             index = first_copy + i * self.copy_stride
-            row = index // v.num_copied
+            row = index // self.num_parts
             if row < num_rows:
                 target = (
                     Int64(first_row + row) * Int64(output.stride[0])
                     + Int64(head) * Int64(output.stride[1])
-                    + Int64(v.num_features + index % v.num_copied)
+                    + Int64(v.num_features + index % self.num_parts)
                 )
-                _store_half(output.iterator.toint() + target * 2, kept[i])
+                # The second of a pair goes to the second half.
+                for j in cutlass.range_constexpr(len(kept[i])):
+                    address = output.iterator.toint() + (target + j * self.num_parts) * 2
+                    _store_half(address, kept[i][j])
 
     def _multiply_transposed(self, total, x_parts, part, lane) -> None:
         """Rows of the matrix are the reduction: fragments come out of ldmatrix turned."""
@@ -387,6 +452,15 @@ def _load_half(address: Int64, is_wanted: Int32) -> Int32:
     )
 
 
+def _join_halves(low: Int32, high: Int32) -> Int32:
+    """The low halves of two words as one word."""
+    return inline_ptx(
+        "prmt.b32 {$w0}, {$r0}, {$r1}, 0x5410;",
+        write_only_types=[Int32],
+        read_only_args=[low, high],
+    )
+
+
 def _store_half(address: Int64, value: Int32) -> None:
     """Store the low half of a word."""
     inline_ptx(
@@ -417,6 +491,7 @@ def compile_variant(variant: Variant, arch: str, options: str = "") -> Any:
         MlaAbsorbKernel(variant),
         tensor(4, 4, 2, 1) if v.is_transposed else tensor(4, 16, 8, 1),
         tensor(4, 2, 1, cute.sym_int64()) if v.num_copied else None,
+        *((tensor(3, 2, 1, cute.sym_int64()) if v.rotation else None) for _ in range(2)),
         tensor(2, 16, 8, 1),
         tensor(3, 4, 2, 1),
         Int32(1),
@@ -434,6 +509,7 @@ def _compiled(variant: Variant, arch: str) -> Any:
 def _run(
     x_BSHK: torch.Tensor,
     copied_BSHP: torch.Tensor | None,
+    tables: tuple[torch.Tensor | None, torch.Tensor | None],
     kv_b_weight: torch.Tensor,
     output: torch.Tensor,
     variant: Variant,
@@ -444,6 +520,7 @@ def _run(
     _compiled(variant, arch_of(output.device))(
         x_BSHK,
         copied_BSHP,
+        *tables,
         kv_b_weight,
         output.view(-1, *output.shape[-2:]),
         head_rows,
@@ -472,6 +549,9 @@ def absorb_query_cute(
     q_nope: torch.Tensor,
     q_rot: torch.Tensor,
     kv_b_weight: torch.Tensor,
+    cos: torch.Tensor | None = None,
+    sin: torch.Tensor | None = None,
+    interleaved: bool = True,
     *,
     tile: int | None = None,
     lets_in_early: bool | None = None,
@@ -484,6 +564,10 @@ def absorb_query_cute(
     if not output.numel():
         return output
     x_BSHN = _with_batch(q_nope)
+    rotation = None
+    if cos is not None and sin is not None and num_copied:
+        rotation = "interleaved" if interleaved else "half split"
+        cos, sin = (table.expand(*x_BSHN.shape[:2], num_copied) for table in (cos, sin))
     variant = Variant(
         num_reduced=num_nope,
         num_features=rank,
@@ -491,10 +575,12 @@ def absorb_query_cute(
         is_transposed=True,
         row_blocks=_row_blocks(x_BSHN),
         num_copied=num_copied,
+        rotation=rotation,
         lets_in_early=has_early_dependents(num_heads) if lets_in_early is None else lets_in_early,
     )
     copied = _with_batch(q_rot) if num_copied else None
-    _run(x_BSHN, copied, kv_b_weight, output, variant)
+    tables = (cos, sin) if rotation else (None, None)
+    _run(x_BSHN, copied, tables, kv_b_weight, output, variant)
     return output
 
 
@@ -520,5 +606,5 @@ def project_values_cute(
         row_blocks=_row_blocks(x_BSHL),
         lets_in_early=has_early_dependents(num_heads) if lets_in_early is None else lets_in_early,
     )
-    _run(x_BSHL, None, kv_b_weight, output, variant)
+    _run(x_BSHL, None, (None, None), kv_b_weight, output, variant)
     return output

@@ -22,7 +22,7 @@ import glm_compile.ops  # noqa: F401
 from tests.fx_passes.tiny_indexer import trace
 
 H, N, P, V, L, K, T = 5, 16, 8, 24, 32, 7, 37
-SCALE = 0.3
+SCALE, EPS = 0.3, 1e-3
 
 
 class TinyAttention:
@@ -59,9 +59,27 @@ class TinyAttention:
         k_nope, values = self.split(self.heads(self.linear(latents, weight)))
         return self.join(k_nope, self.repeat(k_rot)), values
 
-    def query(self, q: torch.Tensor) -> torch.Tensor:
+    def norm(self, latents: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+        x = latents.to(torch.float32)
+        x = x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + EPS)
+        return weight * x.to(latents.dtype)
+
+    def rotate(self, x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
+        cos, sin = cos[..., : P // 2].unsqueeze(1), sin[..., : P // 2].unsqueeze(1)
+        x1, x2 = x[..., 0::2], x[..., 1::2]
+        return torch.cat([x1 * cos - x2 * sin, x2 * cos + x1 * sin], dim=-1)
+
+    def latents(
+        self, new: torch.Tensor, weight: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """A step's latents and rotated keys [B, 1, S, *] from kv_a's output."""
+        latents, k_rot = torch.split(new, [L, P], dim=-1)
+        latents = self.norm(latents, weight).view(new.shape[0], 1, new.shape[1], L)
+        return latents, self.rotate(k_rot.view(new.shape[0], 1, new.shape[1], P), cos, sin)
+
+    def query(self, q: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
         q_nope, q_rot = q.view(*q.shape[:2], H, N + P).transpose(1, 2).split([N, P], dim=-1)
-        return torch.cat([q_nope, q_rot.neg()], dim=-1)
+        return torch.cat([q_nope, self.rotate(q_rot, cos, sin)], dim=-1)
 
     def attend(self, q: Any, k: Any, v: Any, selection: Any, bounds: list[Any]) -> torch.Tensor:
         return torch.ops.glm.indexed_attention(q, k, v, selection, *bounds, SCALE, self.eager)
@@ -74,19 +92,23 @@ class TinyAttention:
         weight: torch.Tensor,
         selection: torch.Tensor,
         bounds: list[Any],
+        cos: torch.Tensor,
+        sin: torch.Tensor,
     ) -> torch.Tensor:
         k, v = self.expand(latents, k_rot, weight)
-        attended = self.attend(self.query(q), k, v, selection, bounds)
+        attended = self.attend(self.query(q, cos, sin), k, v, selection, bounds)
         return attended.transpose(1, 2).contiguous().reshape(*q.shape[:2], -1).contiguous()
 
 
 @dataclass
 class Inputs:
-    """One step of S tokens at the end of a cache of T."""
+    """One step of S tokens at the end of a cache of T; `new` is kv_a's output."""
 
     q: torch.Tensor
-    new_latents: torch.Tensor
-    new_ropes: torch.Tensor
+    new: torch.Tensor
+    norm_weight: torch.Tensor
+    cos: torch.Tensor
+    sin: torch.Tensor
     weight: torch.Tensor
     selection: torch.Tensor
     cache: list[torch.Tensor]
@@ -99,11 +121,12 @@ class Inputs:
             is_float = tensor is not None and tensor.is_floating_point()
             return tensor.to(dtype) if is_float else tensor
 
-        return Inputs(
-            *map(cast, (self.q, self.new_latents, self.new_ropes, self.weight, self.selection)),
-            [cast(tensor) for tensor in self.cache],
-            self.bounds,
-        )
+        return Inputs(*map(cast, self.step()), [cast(tensor) for tensor in self.cache], self.bounds)
+
+    def step(self) -> tuple[torch.Tensor, ...]:
+        """What is no part of the cache and no bound."""
+        new = (self.new, self.norm_weight, self.cos, self.sin)
+        return (self.q, *new, self.weight, self.selection)
 
 
 def make_inputs(
@@ -128,10 +151,14 @@ def make_inputs(
         table = torch.randperm(batch + 1)[:batch].int()[:, None]
         lengths = torch.full((batch,), past, dtype=torch.int32)
         made = [torch.randn(batch + 1, 64, L + P), table, lengths]
+    # One row of positions for all sequences, as without padding.
+    angles = torch.randn(1, tokens, P // 2).repeat(1, 1, 2)
     return Inputs(
         torch.randn(batch, tokens, H * (N + P)),
-        torch.randn(batch, 1, tokens, L),
-        torch.randn(batch, 1, tokens, P),
+        torch.randn(batch, tokens, L + P),
+        torch.rand(L) + 0.5,
+        angles.cos(),
+        angles.sin(),
         torch.randn(H * (N + V), L) * L**-0.5,
         selection,
         made,
@@ -172,19 +199,17 @@ def trace_attention(
     def run(
         q: torch.Tensor,
         new: torch.Tensor,
-        new_rot: torch.Tensor,
+        norm_weight: torch.Tensor,
+        cos: torch.Tensor,
+        sin: torch.Tensor,
         weight: torch.Tensor,
         selection: torch.Tensor,
         *rest: torch.Tensor,
     ) -> torch.Tensor:
         made, bounds = list(rest[: len(inputs.cache)]), iter(rest[len(inputs.cache) :])
-        latents, ropes = store(cache, new, new_rot, made)
+        latents, ropes = store(cache, *module.latents(new, norm_weight, cos, sin), made)
         filled = [None if bound is None else next(bounds) for bound in inputs.bounds]
-        return module.forward(q, latents, ropes, weight, select(selection), filled)
+        return module.forward(q, latents, ropes, weight, select(selection), filled, cos, sin)
 
-    flat = [
-        *(inputs.q, inputs.new_latents, inputs.new_ropes, inputs.weight, inputs.selection),
-        *inputs.cache,
-        *given,
-    ]
+    flat = [*inputs.step(), *inputs.cache, *given]
     return trace(run, *flat, level=level, symbolic=symbolic), flat

@@ -544,7 +544,8 @@ def test_capture_and_replay_with_changed_inputs():
 @pytest.mark.parametrize("to", ["FRESH", "ROWS", "PAGES", "FP8_PAGES"])
 @pytest.mark.parametrize("interleaved", [True, False])
 @pytest.mark.parametrize("num_tokens", [6, 2048])
-def test_kernels_compile_without_spilling(arch, to, interleaved, num_tokens):
+@pytest.mark.parametrize("rank", [0, 512])
+def test_kernels_compile_without_spilling(arch, to, interleaved, num_tokens, rank):
     import triton.language as tl
 
     from glm_compile.ops.indexer_prologue import triton_kernel as kernels
@@ -554,6 +555,8 @@ def test_kernels_compile_without_spilling(arch, to, interleaved, num_tokens):
     def meta(*shape, dtype=torch.bfloat16):
         return torch.empty(shape, dtype=dtype, device="meta")
 
+    if rank and "PAGES" not in to:
+        pytest.skip("latents are stored in pages")
     config = default_for(num_tokens)
     merged = meta(1, num_tokens, 2784)
     k, gates = merged[..., 2624:2752], merged[..., 2752:]
@@ -567,6 +570,11 @@ def test_kernels_compile_without_spilling(arch, to, interleaved, num_tokens):
         "FP8_PAGES": (meta(9, 8448, dtype=torch.uint8), meta(9, 2112, dtype=torch.float32)),
     }[to]
     table = meta(1, 9, dtype=torch.int32) if "PAGES" in to else None
+    latent, rope, latent_pages = merged[..., 2048:2560], merged[..., 2560:2624], meta(9, 64, 576)
+    latents = (
+        *(latent, *latent.stride(), rope, *rope.stride(), meta(512), EPS),
+        *(latent_pages, *latent_pages.stride()),
+    )
     compiled = compile_triton(
         kernels.indexer_prologue_kernel,
         [
@@ -575,7 +583,9 @@ def test_kernels_compile_without_spilling(arch, to, interleaved, num_tokens):
             *((0, 0, 0) if is_fp8 else keys[0].stride()),
             *(table, 0 if table is None else 9, 4096 if table is None else 9),
             None if to == "FRESH" else positions,
-            *(q, meta(1, dtype=torch.float32), num_tokens),
+            *(q, meta(1, dtype=torch.float32)),
+            *(latents if rank else (*(None, 0, 0, 0) * 2, None, 0.0, *(None, 0, 0, 0))),
+            num_tokens,
         ],
         {
             "H": 32,
@@ -583,9 +593,13 @@ def test_kernels_compile_without_spilling(arch, to, interleaved, num_tokens):
             "P": 64,
             "BLOCK_H": config.block_h,
             "BLOCK_D": 128,
+            "BLOCK_P": 64,
             "INTERLEAVED": interleaved,
             "ROUND_TO": tl.bfloat16,
             "TO": getattr(kernels, to).value,
+            "L": rank,
+            "BLOCK_L": max(1, rank),
+            "LATENTS_INTERLEAVED": True,
             "PDL": config.is_early,
         },
         arch,
@@ -595,9 +609,13 @@ def test_kernels_compile_without_spilling(arch, to, interleaved, num_tokens):
     )
     assert compiled.stack_bytes == 0
     assert compiled.registers <= 72
-    # Both roles wait for the kernel before, and let the next one start.
-    for instruction in ("griddepcontrol.wait", "griddepcontrol.launch_dependents"):
-        assert compiled.ptx.count(instruction) == 2 * config.is_early
+    # Every role lets the next kernel in, and then waits for the one before.
+    num_roles = 3 if rank else 2
+    assert compiled.ptx.count("griddepcontrol.wait") == num_roles * config.is_early
+    assert compiled.ptx.count("griddepcontrol.launch_dependents") == config.is_early
+    if config.is_early:
+        let_in = compiled.ptx.index("griddepcontrol.launch_dependents")
+        assert let_in < compiled.ptx.index("griddepcontrol.wait")
 
 
 def _check_gates(gates, x, weight):

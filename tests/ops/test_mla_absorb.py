@@ -149,7 +149,9 @@ def test_opcheck():
     for rows in ((6,), (2, 3)):
         q_nope, q_rot, o, weight = make_inputs(rows, SIZES[0])
         ops = torch.ops.glm
-        torch.library.opcheck(ops.mla_absorb_query.default, (q_nope, q_rot, weight, ""))
+        torch.library.opcheck(
+            ops.mla_absorb_query.default, (q_nope, q_rot, weight, None, None, True, "")
+        )
         torch.library.opcheck(ops.mla_project_values.default, (o, weight, 11, ""))
 
 
