@@ -71,7 +71,7 @@ class RowArgmaxKernel:
         )
 
     @cute.kernel
-    def kernel(self, x: cute.Tensor, out: cute.Tensor, copy: cute.Tensor | None) -> None:
+    def kernel(self, x: cute.Tensor, out: cute.Tensor, copy: Any) -> None:
         tid, _, _ = cute.arch.thread_idx()
         block, _, _ = cute.arch.block_idx()
         row = block // _CLUSTER

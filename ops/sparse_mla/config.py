@@ -28,6 +28,22 @@ CUTE_CLUSTERS: tuple[tuple[int | None, int], ...] = (
 )
 
 
+# Parts of a row that the second kernel can add up.
+MAX_SPLITS = 32
+# (rows up to which it holds, tokens of a block). A row alone leaves most multiprocessors idle, and
+# more than 16 blocks make no cluster: they leave their parts in memory for a second kernel.
+CUTE_SPLITS: tuple[tuple[int, int], ...] = ((4, PAIR_TOKENS // 2),)
+
+
+def split_size(num_rows: int, num_slots: int) -> int:
+    """Tokens of a block where blocks leave parts of a row in memory; 0 where they do not."""
+    for max_rows, tokens in CUTE_SPLITS:
+        # Fewer blocks than the largest cluster has gain nothing.
+        if num_rows <= max_rows and 16 < -(-num_slots // tokens) <= MAX_SPLITS:
+            return tokens
+    return 0
+
+
 def cluster_size(num_rows: int, num_slots: int) -> int:
     """Blocks of the decode kernel that share a row of `num_slots` selected tokens."""
     for max_rows, size in CUTE_CLUSTERS:

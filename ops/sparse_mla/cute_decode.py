@@ -53,8 +53,10 @@ from glm_compile.ops.sparse_mla.config import (
     CUTE_PAGE,
     CUTE_RANK,
     CUTE_ROPE_DIM,
+    MAX_SPLITS,
     PAIR_TOKENS,
     cluster_size,
+    split_size,
 )
 
 _GROUP = 128
@@ -75,6 +77,9 @@ _VECTOR_COLUMNS = 32
 _NUM_VECTORS = _COLUMNS // _VECTOR_COLUMNS
 # A vector's columns for all heads, as they travel to a peer.
 _BLOCK_BYTES = _HEADS * 64
+# Blocks of the second kernel for a row, and columns that one of its threads adds up.
+_SUM_BLOCKS = CUTE_RANK // _VECTOR_COLUMNS * _HEADS // 8
+_SUM_COLUMNS = 8
 # Powers of two that probabilities may exceed 1 by before the maximum is raised.
 _HEADROOM = 8.0
 
@@ -88,6 +93,8 @@ class Variant:
     Attributes:
         cluster: blocks a row.
         is_single: a block has one pair of halves, and keeps its queries in registers.
+        split_tokens: not 0: blocks of a row, any number, take so many tokens each, a half or a
+            pair, and leave what they have summed in memory for a second kernel; no cluster.
         num_heads: H, at most 64.
         index_dtype: of the indices.
         table_dtype: of the block table, None without.
@@ -97,6 +104,7 @@ class Variant:
 
     cluster: int
     is_single: bool = False
+    split_tokens: int = 0
     num_heads: int = _HEADS
     index_dtype: torch.dtype = torch.int32
     table_dtype: torch.dtype | None = torch.int32
@@ -110,6 +118,7 @@ class SparseMlaKernel:
     def __init__(self, variant: Variant) -> None:
         self.v = variant
         self.cluster = variant.cluster
+        self.is_half = variant.split_tokens == _HALF
         # Blocks of 32 columns that a block of the cluster adds up.
         self.num_own = 2 * _NUM_VECTORS // self.cluster
 
@@ -122,6 +131,8 @@ class SparseMlaKernel:
         indices: cute.Tensor,
         table: cute.Tensor | None,
         attended: cute.Tensor,
+        parts: cute.Tensor | None,
+        part_stats: cute.Tensor | None,
         scale: Float32,
         rows_per_sequence: Int32,
         num_pairs: Int32,
@@ -178,17 +189,26 @@ class SparseMlaKernel:
             indices,
             table,
             attended,
+            parts,
+            part_stats,
             scale,
             rows_per_sequence,
             num_pairs,
         ).launch(
-            grid=(attended.shape[0] * self.cluster, 1, 1),
+            grid=(attended.shape[0] * self._num_blocks(parts), 1, 1),
             block=(_NUM_THREADS, 1, 1),
             cluster=(self.cluster, 1, 1) if self.cluster > 1 else None,
             stream=stream,
             min_blocks_per_mp=1,
             use_pdl=self.v.use_pdl,
         )
+        if cutlass.const_expr(parts is not None):
+            self.sum_kernel(parts, part_stats, attended).launch(
+                grid=(_SUM_BLOCKS, attended.shape[0], 1),
+                block=(_NUM_THREADS, 1, 1),
+                stream=stream,
+                use_pdl=self.v.use_pdl,
+            )
 
     @cute.kernel
     def kernel(
@@ -204,14 +224,17 @@ class SparseMlaKernel:
         indices: cute.Tensor,
         table: cute.Tensor | None,
         attended: cute.Tensor,
+        parts: cute.Tensor | None,
+        part_stats: cute.Tensor | None,
         scale: Float32,
         rows_per_sequence: Int32,
         num_pairs: Int32,
     ) -> None:
         tid, _, _ = cute.arch.thread_idx()
         block, _, _ = cute.arch.block_idx()
-        row = block // self.cluster
-        rank = block % self.cluster
+        num_blocks = self._num_blocks(parts)
+        row = block // num_blocks
+        rank = block % num_blocks
         lane = cute.arch.lane_idx()
         warp = cute.arch.make_warp_uniform(cute.arch.warp_idx())
         group = cute.arch.make_warp_uniform(tid // _GROUP)
@@ -221,7 +244,10 @@ class SparseMlaKernel:
         rows_by_tile = ((8, 8), (64, _NUM_TILES))
         tile_strides = ((64, 512), (1, _TILE_BYTES // 2))
         query_layout = cute.make_layout(rows_by_tile, stride=tile_strides)
-        token_layout = cute.make_layout((*rows_by_tile, 2), stride=(*tile_strides, _HALF_VALUES))
+        num_halves = 1 if self.is_half else 2
+        token_layout = cute.make_layout(
+            (*rows_by_tile, num_halves), stride=(*tile_strides, _HALF_VALUES)
+        )
         allocator = SmemAllocator()
         query_part = allocator.allocate_tensor(BFloat16, query_layout, 1024, swizzle=swizzle)
         token_part = allocator.allocate_tensor(BFloat16, token_layout, 1024, swizzle=swizzle)
@@ -241,7 +267,9 @@ class SparseMlaKernel:
         query_address = shared_address(query_part.iterator)
         token_address = shared_address(token_part.iterator)
         stats_address = shared_address(stats.iterator)
-        own_stats = stats_address + rank * (_HEADS * 8)
+        own_stats = stats_address
+        if cutlass.const_expr(self.cluster > 1):
+            own_stats = stats_address + rank * (_HEADS * 8)
         masks_address = shared_address(masks.iterator)
 
         if warp == 0:
@@ -278,10 +306,13 @@ class SparseMlaKernel:
         else:
             cute.arch.sync_threads()
         if warp == 0:
-            self._load_queries(query_atom, query_coords, query_part, has_query, row, rank)
+            cluster_rank = rank
+            if cutlass.const_expr(self.cluster == 1):
+                cluster_rank = Int32(0)
+            self._load_queries(query_atom, query_coords, query_part, has_query, row, cluster_rank)
         place = self._place(source, self._load_pages(source, chosen))
         self._write_mask(masks_address, place, 0, warp, lane)
-        for half in cutlass.range_constexpr(2):
+        for half in cutlass.range_constexpr(num_halves):
             self._gather(token_address, place, half, has_tokens, warp, lane)
 
         for mma, is_adding in (
@@ -323,7 +354,15 @@ class SparseMlaKernel:
         memory = (scale, own_stats, rescale, masks_address, token_address)
 
         cute.arch.mbarrier_wait(has_query, 0)
-        if cutlass.const_expr(self.v.is_single):
+        if cutlass.const_expr(self.is_half):
+            if group == 0:
+                self._load_query_registers(query_fragment, query_address, warp, lane)
+                self._multiply_keys(keys, has_tokens, 0, Int32(0))
+                warpgroup.wait_group(0)
+                self._weigh(scores, memory, 0, Int32(0), group, head, lane)
+                self._store_stats(part_stats, own_stats, row, rank, head, lane)
+            cute.arch.barrier(barrier_id=3, number_of_threads=_NUM_THREADS)
+        elif cutlass.const_expr(self.v.is_single):
             # The whole query in registers: the tensor core then reads the tokens alone.
             self._load_query_registers(query_fragment, query_address, warp, lane)
             if group == 0:
@@ -344,6 +383,8 @@ class SparseMlaKernel:
                 self._weigh(scores, memory, 1, Int32(0), group, head, lane)
                 if cutlass.const_expr(self.cluster > 1):
                     self._send_stats(stats_address, has_stats, rank, head, lane)
+                elif cutlass.const_expr(self.v.split_tokens > 0):
+                    self._store_stats(part_stats, own_stats, row, rank, head, lane)
                 cute.arch.barrier_arrive(barrier_id=4, number_of_threads=_NUM_THREADS)
                 warpgroup.wait_group(0)
                 cute.arch.barrier(barrier_id=2, number_of_threads=_GROUP)
@@ -418,10 +459,16 @@ class SparseMlaKernel:
                         cute.arch.mbarrier_wait(is_empty + 1, phase)
                         self._gather(token_address, place, 1, has_tokens, warp, lane)
 
-        # The last half is weighed the same by both.
-        self._rescale(sums, rescale, 1, head)
-        self._multiply_values(weighing, 1)
-        if cutlass.const_expr(self.cluster == 1):
+        if cutlass.const_expr(self.is_half):
+            self._multiply_values(weighing, 0, is_first=True)
+        else:
+            # The last half is weighed the same by both.
+            self._rescale(sums, rescale, 1, head)
+            self._multiply_values(weighing, 1)
+        if cutlass.const_expr(self.v.split_tokens > 0):
+            warpgroup.wait_group(0)
+            self._store_part(parts, sums, row, rank, group, head, lane)
+        elif cutlass.const_expr(self.cluster == 1):
             weights = self._own_weights(own_stats, head)
             warpgroup.wait_group(0)
             self._store_sums(attended, row, sums, weights, group, head, lane)
@@ -435,12 +482,18 @@ class SparseMlaKernel:
             cute.arch.mbarrier_wait(has_parts, 0)
             self._add_parts(query_address, attended, row, rank, tid)
 
+    def _num_blocks(self, parts) -> Any:
+        """Blocks that share a row."""
+        return self.cluster if parts is None else parts.shape[1]
+
     @cute.jit
     def _load_indices(self, source, pair, warp, lane):
         """(index of a slot of this warp, index before it): lanes 0 to 7 have the warp's eight of
         the first half, lanes 8 to 15 those of the second."""
         _latents, _ropes, indices, _table, row, _sequence = source
         slot = pair * PAIR_TOKENS + lane // 8 % 2 * _HALF + warp * 8 + lane % 8
+        if cutlass.const_expr(self.is_half):
+            slot = pair * _HALF + warp * 8 + lane % 8
         index_type = _CUTE_TYPES[self.v.index_dtype]
         index = index_type(-1)
         before = index_type(-1)
@@ -793,6 +846,119 @@ class SparseMlaKernel:
                     _store_global(address + j * 16, pack_bf16(totals[2 * j], totals[2 * j + 1]))
 
     @cute.jit
+    def _store_stats(self, part_stats, own_stats, row, rank, head, lane) -> None:
+        """Leave this block's maxima and sums, each where its warp has written it."""
+        if lane % 4 == 0:
+            for which in cutlass.range_constexpr(2):
+                at = head + which * 8
+                top, total = load_shared_v2(own_stats + at * 8)
+                part_stats[row, rank, at, 0] = top.bitcast(Float32)
+                part_stats[row, rank, at, 1] = total.bitcast(Float32)
+
+    @cute.jit
+    def _store_part(self, parts, sums, row, rank, group, head, lane) -> None:
+        """Round this thread's sums to bf16 and leave them, by block of 32 columns."""
+        start = parts.iterator.toint() + 2 * (
+            Int64(row) * Int64(parts.stride[0]) + Int64(rank) * Int64(parts.stride[1])
+        )
+        for vector in cutlass.range_constexpr(_NUM_VECTORS):
+            for which in cutlass.range_constexpr(2):
+                words = []
+                for j in cutlass.range_constexpr(4):
+                    at = (vector * 4 + j) * 4 + which * 2
+                    words.append(pack_bf16(sums[at], sums[at + 1]))
+                _store_global_v4(
+                    start
+                    + (group * _NUM_VECTORS + vector) * _BLOCK_BYTES
+                    + (head + which * 8) * 64
+                    + lane % 4 * 16,
+                    words,
+                )
+
+    @cute.kernel
+    def sum_kernel(
+        self, parts: cute.Tensor, part_stats: cute.Tensor, attended: cute.Tensor
+    ) -> None:
+        """Add up the parts of a row: 8 heads of a block of 32 columns, a share of them a warp."""
+        block, row, _ = cute.arch.block_idx()
+        lane = cute.arch.lane_idx()
+        warp = cute.arch.make_warp_uniform(cute.arch.warp_idx())
+        vector = block // 8
+        head = block % 8 * 8 + lane // 4
+        num_parts = parts.shape[1]
+        allocator = SmemAllocator()
+        # By warp: 8 sums of each lane, whose columns lie apart so that no two lanes collide.
+        sums = allocator.allocate_tensor(
+            Float32, cute.make_layout(_NUM_WARPS * _SUM_COLUMNS * WARP), 16
+        )
+        cute.arch.griddepcontrol_wait()
+        cute.arch.griddepcontrol_launch_dependents()
+        start = parts.iterator.toint() + 2 * (
+            Int64(row) * Int64(parts.stride[0])
+            + vector * (_BLOCK_BYTES // 2)
+            + head * 32
+            + lane % 4 * 8
+        )
+        stride = 2 * Int64(parts.stride[1])
+        loaded = []
+        for i in cutlass.range_constexpr(MAX_SPLITS // _NUM_WARPS):
+            part = cutlass.min(warp + i * _NUM_WARPS, num_parts - 1)
+            loaded.append(_load_global_v4(start + Int64(part) * stride))
+        tops = []
+        totals = []
+        highest = Float32(float("-inf"))
+        for i in cutlass.range_constexpr(MAX_SPLITS // 4):
+            part = lane % 4 + i * 4
+            top = Float32(float("-inf"))
+            total = Float32(0.0)
+            if part < num_parts:
+                top = part_stats[row, part, head, 0]
+                total = part_stats[row, part, head, 1]
+            tops.append(top)
+            totals.append(total)
+            highest = cute.arch.fmax(highest, top)
+        highest = _quad_max(highest)
+        if highest == Float32(float("-inf")):
+            highest = Float32(0.0)
+        total = Float32(0.0)
+        for i in cutlass.range_constexpr(len(tops)):
+            tops[i] = exp2(tops[i] - highest)
+            total += totals[i] * tops[i]
+        scale = inverse(quad_sum(total))
+        added = [Float32(0.0) for _ in range(_SUM_COLUMNS)]
+        for i in cutlass.range_constexpr(MAX_SPLITS // _NUM_WARPS):
+            # Part warp + 8 i: lane warp % 4 of each quad has it, as its (warp // 4 + 2 i)th.
+            weight = tops[2 * i]
+            if warp >= 4:
+                weight = tops[2 * i + 1]
+            weight = cute.arch.shuffle_sync(weight, lane // 4 * 4 + warp % 4)
+            for j in cutlass.range_constexpr(4):
+                first, second = unpack_bf16(loaded[i][j])
+                added[2 * j] += first * weight
+                added[2 * j + 1] += second * weight
+        for j in cutlass.range_constexpr(_SUM_COLUMNS):
+            sums[(warp * _SUM_COLUMNS + j) * WARP + lane] = added[j] * scale
+        cute.arch.sync_threads()
+        # Warp w has the two columns 2 (w % 4) of every lane; the first four warps store them.
+        if warp < 4:
+            pair = [Float32(0.0), Float32(0.0)]
+            for w in cutlass.range_constexpr(_NUM_WARPS):
+                for e in cutlass.range_constexpr(2):
+                    pair[e] += sums[(w * _SUM_COLUMNS + 2 * warp + e) * WARP + lane]
+            if head < self.v.num_heads:
+                _store_global(
+                    attended.iterator.toint()
+                    + 2
+                    * (
+                        (Int64(row) * self.v.num_heads + head) * CUTE_RANK
+                        + vector * _VECTOR_COLUMNS
+                        + warp * 8
+                        + lane % 4 * 2
+                    ),
+                    pack_bf16(pair[0], pair[1]),
+                )
+
+    @cute.jit
     def _store_sums(self, attended, row, sums, weights, group, head, lane) -> None:
         """Store what a block of its own has summed."""
         for which in cutlass.range_constexpr(2):
@@ -856,6 +1022,20 @@ def _store_shared_v4(address: Int32, words: list) -> None:
     )
 
 
+def _store_global_v4(address: Int64, words: list) -> None:
+    inline_ptx(
+        "st.global.v4.b32 [{$r0}], {{$r1}, {$r2}, {$r3}, {$r4}};", read_only_args=[address, *words]
+    )
+
+
+def _load_global_v4(address: Int64) -> tuple[Int32, Int32, Int32, Int32]:
+    return inline_ptx(
+        "ld.global.v4.b32 {{$w0}, {$w1}, {$w2}, {$w3}}, [{$r0}];",
+        write_only_types=[Int32, Int32, Int32, Int32],
+        read_only_args=[address],
+    )
+
+
 def _store_global(address: Int64, value: Int32) -> None:
     inline_ptx("st.global.b32 [{$r0}], {$r1};", read_only_args=[address, value])
 
@@ -884,6 +1064,21 @@ def compile_variant(variant: Variant, arch: str, options: str = "") -> Any:
         shape = (cute.sym_int32(), heads, width)
         return make_fake_tensor(BFloat16, shape, (heads * width, width, 1), assumed_align=16)
 
+    is_split = variant.split_tokens > 0
+    num_splits = cute.sym_int32()
+    part = _HEADS * CUTE_RANK
+    parts = make_fake_tensor(
+        BFloat16,
+        (cute.sym_int32(), num_splits, part),
+        (cute.sym_int64(divisibility=part), part, 1),
+        assumed_align=16,
+    )
+    part_stats = make_fake_tensor(
+        Float32,
+        (cute.sym_int32(), num_splits, _HEADS, 2),
+        (cute.sym_int64(divisibility=2 * _HEADS), 2 * _HEADS, 2, 1),
+        assumed_align=8,
+    )
     return compile_kernel(
         SparseMlaKernel(variant),
         rows(_WIDTH),
@@ -892,6 +1087,8 @@ def compile_variant(variant: Variant, arch: str, options: str = "") -> Any:
         integers(variant.index_dtype),
         None if variant.table_dtype is None else integers(variant.table_dtype),
         rows(CUTE_RANK),
+        parts if is_split else None,
+        part_stats if is_split else None,
         Float32(1.0),
         Int32(1),
         Int32(1),
@@ -916,6 +1113,7 @@ def sparse_mla_decode_cute(
     is_paged: bool = False,
     *,
     cluster: int | None = None,
+    split_tokens: int | None = None,
     use_pdl: bool = True,
 ) -> torch.Tensor:
     """Launch the kernel; return bf16 [R, H, L]. See `sparse_mla_reference` for the arguments.
@@ -930,6 +1128,8 @@ def sparse_mla_decode_cute(
         rows_per_sequence: row r belongs to sequence r // rows_per_sequence.
         is_paged: whether the first axis counts pages.
         cluster: blocks a row; None takes the measured one.
+        split_tokens: 64 or 128: tokens of a block, whose part a second kernel adds to the others';
+            0: none; None takes the measured one, unless a cluster is asked for.
         use_pdl: start before the kernels ahead have ended; reads nothing until then.
     """
     num_rows, num_heads, _ = q_RHC.shape
@@ -939,11 +1139,24 @@ def sparse_mla_decode_cute(
         return attended_RHL
     if not latents_XYL.numel() or not num_slots:
         return attended_RHL.zero_()
-    size = cluster or cluster_size(num_rows, num_slots)
-    num_pairs = -(-num_slots // (size * PAIR_TOKENS))
+    if split_tokens is None:
+        split_tokens = 0 if cluster else split_size(num_rows, num_slots)
+    size = 1 if split_tokens else cluster or cluster_size(num_rows, num_slots)
+    num_pairs = 1 if split_tokens else -(-num_slots // (size * PAIR_TOKENS))
+    parts_RZX = stats_RZH2 = None
+    if split_tokens:
+        num_splits = -(-num_slots // split_tokens)
+        if num_splits > MAX_SPLITS:
+            raise ValueError(
+                f"sparse_mla: {num_slots} slots make {num_splits} parts of {split_tokens}, "
+                f"at most {MAX_SPLITS} can be added up"
+            )
+        parts_RZX = q_RHC.new_empty((num_rows, num_splits, _HEADS * CUTE_RANK))
+        stats_RZH2 = q_RHC.new_empty((num_rows, num_splits, _HEADS, 2), dtype=torch.float32)
     variant = Variant(
         cluster=size,
         is_single=num_pairs == 1,
+        split_tokens=split_tokens,
         num_heads=num_heads,
         index_dtype=indices_RK.dtype,
         table_dtype=None if block_table is None else block_table.dtype,
@@ -958,6 +1171,8 @@ def sparse_mla_decode_cute(
         indices_RK,
         block_table,
         attended_RHL,
+        parts_RZX,
+        stats_RZH2,
         sm_scale * math.log2(math.e),
         rows_per_sequence,
         num_pairs,

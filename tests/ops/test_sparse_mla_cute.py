@@ -13,10 +13,18 @@ import torch
 
 from glm_compile.ops import sparse_mla as op_module
 from glm_compile.ops.sparse_mla import sparse_mla
-from glm_compile.ops.sparse_mla.config import CUTE_CLUSTERS, PAIR_TOKENS, cluster_size
+from glm_compile.ops.sparse_mla.config import (
+    CUTE_CLUSTERS,
+    MAX_SPLITS,
+    PAIR_TOKENS,
+    cluster_size,
+    split_size,
+)
 from glm_compile.ops.sparse_mla.reference import sparse_mla_reference
 from tests.compile_only import CompiledKernel, compile_cute
 from tests.ops.test_sparse_mla import KINDS, SCALE, Case, assert_close, call, make_case, oracle
+
+SPLITS = ({"split_tokens": 64}, {"split_tokens": 128})
 
 pytestmark = pytest.mark.usefixtures("cute_gpu")
 
@@ -79,9 +87,9 @@ def test_rows_and_heads(num_sequences: int, rows_per_sequence: int, num_heads: i
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("cluster", [1, 2, 4, 8, 16])
+@pytest.mark.parametrize("ways", [*({"cluster": 1 << n} for n in range(5)), *SPLITS], ids=str)
 @pytest.mark.parametrize("index_dtype", [torch.int32, torch.int64])
-def test_ignored_slots_in_every_split(cluster: int, index_dtype: torch.dtype) -> None:
+def test_ignored_slots_in_every_split(ways: dict[str, int], index_dtype: torch.dtype) -> None:
     case = make_cute_case(num_sequences=2, rows_per_sequence=2)
     rows = case.indices_RK
     rows[0] = -1
@@ -95,22 +103,36 @@ def test_ignored_slots_in_every_split(cluster: int, index_dtype: torch.dtype) ->
     case.indices_RK = rows.to(index_dtype)
     case.table = case.table.to(index_dtype)
     for kind in ("contiguous", "table"):
-        got = decode(kind, case, cluster=cluster)
+        got = decode(kind, case, **ways)
         assert (got[0] == 0).all()
         assert_close(got, case)
 
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("sharp", [0.01, 1.0, 100.0])
-@pytest.mark.parametrize("cluster", [1, 4, 16])
-def test_maxima_that_rise_late_or_early(cluster: int, sharp: float) -> None:
+@pytest.mark.parametrize("ways", [*({"cluster": n} for n in (1, 4, 16)), *SPLITS], ids=str)
+def test_maxima_that_rise_late_or_early(ways: dict[str, int], sharp: float) -> None:
     """Sums are rescaled, and whole blocks may count for next to nothing."""
     case = make_cute_case(num_sequences=1, rows_per_sequence=2)
     case.q_RHC *= sharp
     for first in (0, 2047, 1000):
         high = case.indices_RK[:, first].long()
         case.latents_BTL[0, high] *= 4
-    assert_close(decode("contiguous", case, cluster=cluster), case)
+    assert_close(decode("contiguous", case, **ways), case)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("num_slots", [1, 64, 65, 1000, 2048])
+@pytest.mark.parametrize("ways", SPLITS, ids=str)
+@pytest.mark.parametrize(("num_rows", "num_heads"), [(1, 64), (3, 8), (9, 33)])
+def test_parts_in_memory(
+    num_rows: int, num_heads: int, ways: dict[str, int], num_slots: int
+) -> None:
+    case = make_cute_case(
+        num_sequences=1, rows_per_sequence=num_rows, num_heads=num_heads, num_slots=num_slots
+    )
+    for kind in KINDS:
+        assert_close(decode(kind, case, **ways), case)
 
 
 @pytest.mark.gpu
@@ -123,7 +145,7 @@ def test_repeats_are_equal(num_rows: int) -> None:
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("num_rows", [6, 40])
+@pytest.mark.parametrize("num_rows", [1, 6, 40])
 def test_indices_may_change_in_a_graph(num_rows: int) -> None:
     case = make_cute_case(num_sequences=1, rows_per_sequence=num_rows)
     decode("table", case)
@@ -213,6 +235,8 @@ def test_launch_hands_over_what_the_caller_gave(kind: str, monkeypatch: pytest.M
             indices: torch.Tensor,
             table: torch.Tensor | None,
             attended: torch.Tensor,
+            parts: torch.Tensor | None,
+            part_stats: torch.Tensor | None,
             scale: float,
             rows_per_sequence: int,
             num_pairs: int,
@@ -220,8 +244,14 @@ def test_launch_hands_over_what_the_caller_gave(kind: str, monkeypatch: pytest.M
             assert q.is_contiguous() and q.data_ptr() % 16 == 0
             assert variant.num_heads == q.shape[1] and variant.index_dtype == indices.dtype
             assert variant.table_dtype == (None if table is None else table.dtype)
-            slots_held = variant.cluster * num_pairs * PAIR_TOKENS
-            assert slots_held - variant.cluster * PAIR_TOKENS < indices.shape[1] <= slots_held
+            each = variant.split_tokens or variant.cluster * PAIR_TOKENS
+            num_each = num_pairs
+            if variant.split_tokens:
+                assert parts is not None and part_stats is not None and num_pairs == 1
+                num_each = parts.shape[1]
+                assert parts.shape == (len(q), num_each, 64 * 512)
+                assert part_stats.shape == (len(q), num_each, 64, 2)
+            assert (num_each - 1) * each < indices.shape[1] <= num_each * each
             attended.copy_(
                 sparse_mla_reference(
                     q,
@@ -240,10 +270,13 @@ def test_launch_hands_over_what_the_caller_gave(kind: str, monkeypatch: pytest.M
     monkeypatch.setattr(op_module, "why_no_cute", lambda *tensors: None)
     monkeypatch.setattr(cute_decode, "_compiled", compiled_stand_in)
     monkeypatch.setattr(cute_decode, "arch_of", lambda device: "sm_90a")
-    case = make_case(torch.bfloat16, rank=512, rope_dim=64, num_slots=300, num_tokens=400)
-    case.q_RHC = case.q_RHC.transpose(0, 1).contiguous().transpose(0, 1)
-    case.indices_RK = case.indices_RK.long()
-    assert_close(call(kind, case, "cute"), case, oracle(case))
+    for num_slots in (300, 1500):
+        case = make_case(
+            torch.bfloat16, rank=512, rope_dim=64, num_slots=num_slots, num_tokens=1600
+        )
+        case.q_RHC = case.q_RHC.transpose(0, 1).contiguous().transpose(0, 1)
+        case.indices_RK = case.indices_RK.long()
+        assert_close(call(kind, case, "cute"), case, oracle(case))
 
 
 @pytest.mark.parametrize(("num_rows", "wanted"), [(1, "few"), (132, "few"), (133, "many")])
@@ -282,6 +315,14 @@ def test_clusters_are_no_larger_than_the_tokens_need() -> None:
     assert cluster_size(6, 2048) * 6 <= 132
 
 
+def test_parts_in_memory_are_more_than_a_cluster_could_have() -> None:
+    for num_rows in (1, 2, 4, 5, 64):
+        for num_slots in (1, 300, 1024, 1025, 2048, 2049, 9000):
+            tokens = split_size(num_rows, num_slots)
+            assert not tokens or 16 < -(-num_slots // tokens) <= MAX_SPLITS
+    assert split_size(1, 2048) == 64 and split_size(1, 1024) == split_size(64, 2048) == 0
+
+
 def variants() -> dict[str, Any]:
     pytest.importorskip("cutlass")
     from glm_compile.ops.sparse_mla.cute_decode import Variant
@@ -291,6 +332,15 @@ def variants() -> dict[str, Any]:
         "14 rows, slots": Variant(cluster=8, table_dtype=None, index_dtype=torch.int64),
         "66 rows, 8 heads, contiguous": Variant(
             cluster=2, num_heads=8, table_dtype=None, is_paged=False
+        ),
+        "a row": Variant(cluster=1, is_single=True, split_tokens=64),
+        "a row, 8 heads, contiguous": Variant(
+            cluster=1,
+            is_single=True,
+            split_tokens=128,
+            num_heads=8,
+            table_dtype=None,
+            is_paged=False,
         ),
         "more rows": Variant(cluster=1, index_dtype=torch.int64, table_dtype=torch.int64),
     }
@@ -311,6 +361,8 @@ def compiled(variant: Any, folder: Path) -> CompiledKernel:
         "6 rows",
         "14 rows, slots",
         "66 rows, 8 heads, contiguous",
+        "a row",
+        "a row, 8 heads, contiguous",
         "more rows",
     ],
 )
@@ -323,10 +375,11 @@ def test_compiles_without_spills(name: str, tmp_path: Path) -> None:
     )
     # A half's keys in 576 / 16 steps and its values in 64 / 16, wherever the code has them: before
     # or in a warpgroup's loop, and for the last half behind it.
-    assert products.count("64") == 36 * (2 if variant.is_single else 3)
+    halves = 1 if variant.split_tokens == 64 else 2 if variant.is_single else 3
+    assert products.count("64") == 36 * halves
     columns = sum(int(width) for width in products if width != "64")
-    assert columns == 256 * 4 * (3 if variant.is_single else 6)
+    assert columns == 256 * 4 * {1: 1, 2: 3, 3: 6}[halves]
     # A query once a cluster; a token's 9 tiles for 8 tokens a warp in two turns.
     assert ("multicast::cluster" in kernel.ptx) == (variant.cluster > 1)
     copies = len(re.findall(r"cp\.async\.cg\.shared\.global", kernel.ptx))
-    assert copies == 2 * 2 * 9 * (1 if variant.is_single else 3)
+    assert copies == 2 * 9 * {1: 1, 2: 2, 3: 6}[halves]
