@@ -4,6 +4,10 @@ Targets every `nn.Linear` of the model in bf16 that `sparse_mla` and `merge_line
 o_proj, down_proj, lm_head, a lone q_b_proj. Exact tier (fp32 accumulation, one rounding):
 
     mm(x, W^T) or addmm(b, x, W^T) -> glm.bf16_linear(x, W, b)
+    mm(x, W^T) + residual          -> glm.bf16_linear(x, W, None, residual)
+
+The sum is taken where nothing else reads the product: the residual stream behind o_proj and
+down_proj is then complete when the kernel ends, and no other kernel stands before the next one.
 
 Linears in other dtypes stay with the library. Declines bf16 linears whose weight is made in the
 graph (cast, dequantised), since the op exists to read a weight once from memory.
@@ -48,19 +52,56 @@ class Bf16Linear:
         return result
 
     def _replace(self, graph: fx.Graph, found: Linear) -> None:
-        build = Builder(graph, found.node, found.node)
+        added = _addition(found.node)
+        last, residual = added or (found.node, None)
+        build = Builder(graph, last, found.node)
+        if residual is not None:
+            residual = self._in_shape(build, residual, found)
         call = build.call(
             torch.ops.glm.bf16_linear.default,
             found.x,
             found.weight,
             found.bias,
-            None,
+            residual,
             self.options.deterministic,
             "",
         )
-        found.node.replace_all_uses_with(build.view_like(call, found.node))
+        last.replace_all_uses_with(build.view_like(call, last))
         refresh(graph, build.made)
-        erase_dead(graph, [found.node])
+        erase_dead(graph, [last])
+
+    def _in_shape(self, build: Builder, residual: fx.Node, found: Linear) -> fx.Node:
+        """The residual in the shape of the op's output: x's rows and the weight's features."""
+        num_dims = len(layouts.shape_of(found.x))
+        rows = [build.size(found.x, dim) for dim in range(num_dims - 1)]
+        return build.view(residual, [*rows, found.num_out])
+
+
+def _addition(node: fx.Node) -> tuple[fx.Node, fx.Node] | None:
+    """(sum, residual) where views of the product lead to one sum of its dtype and shape, or None.
+
+    A residual is added row by row: views that move elements are no case.
+    """
+    view = node
+    while len(view.users) == 1:
+        (user,) = view.users
+        if canonical.is_view(user) and user.target in layouts.RESHAPES:
+            view = user
+            continue
+        for own, residual in canonical.pair(user, torch.ops.aten.add.Tensor):
+            if own is not view or residual is view or not isinstance(residual, fx.Node):
+                continue
+            values = [n.meta.get("val") for n in (view, residual, user)]
+            if all(
+                isinstance(v, torch.Tensor)
+                and v.dtype == torch.bfloat16
+                and len(v.shape) == len(values[0].shape)
+                and all(layouts.is_same(a, b) for a, b in zip(v.shape, values[0].shape))
+                for v in values
+            ):
+                return user, residual
+        return None
+    return None
 
 
 def _why_not(found: Linear) -> str | None:

@@ -497,6 +497,33 @@ def _mean_of_squares_of(inverse: fx.Node, x: fx.Node) -> float | None:
     return None
 
 
+def swiglu(node: Any) -> tuple[fx.Node, fx.Node] | None:
+    """(gate, up) of silu(gate) * up, all of one dtype that silu is rounded to, or None."""
+    for activated, up in pair(node, aten.mul.Tensor):
+        gate = _silu_input(activated)
+        if gate is None or not isinstance(up, fx.Node):
+            continue
+        if dtype_of(gate) == dtype_of(activated) == dtype_of(up) == dtype_of(node):
+            return gate, up
+    return None
+
+
+def _silu_input(node: Any) -> fx.Node | None:
+    """The x of silu(x), or of x / (exp(-x) + 1), perhaps between casts; or None."""
+    if is_call(node, aten.silu.default):
+        return args(node)[0]
+    quotient = args(node)[0] if is_cast(node) else node
+    if not is_call(quotient, aten.div.Tensor):
+        return None
+    x, divisor = args(quotient)[:2]
+    for exponential, one in pair(divisor, aten.add.Tensor, aten.add.Scalar):
+        if number(one) == 1 and is_call(exponential, aten.exp.default):
+            negative = args(exponential)[0]
+            if is_call(negative, aten.neg.default) and args(negative)[0] is x:
+                return args(x)[0] if is_cast(x) else x
+    return None
+
+
 def looks_like_rms_norm(node: fx.Node, depth: int = 8) -> bool:
     """Whether x * rsqrt(mean(x^2) + eps) lies just above `node`."""
     front = [node]

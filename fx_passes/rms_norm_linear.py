@@ -1,21 +1,24 @@
-"""RMSNorm between two linears, as part of the second.
+"""RMSNorm before linears, as part of them; and the SwiGLU behind.
 
-Targets `q_a_layernorm`, which reads q_a_proj's output and is read by q_b_proj and the indexer's
-wq_b (GlmMoeDsaAttention.forward of transformers). Exact tier (the norm's own roundings):
+Targets `input_layernorm`, which q_a_proj, kv_a_proj_with_mqa and the indexer's projections read,
+`q_a_layernorm`, which q_b_proj and the indexer's wq_b read (GlmMoeDsaAttention.forward of
+transformers), and the `post_attention_layernorm` of dense MLPs. Exact tier (the norm's own
+roundings):
 
     y = weight * cast(x32 * rsqrt(mean(x32^2) + eps)); glm.merged_linear(y, [q_b, wq_b])
 
     glm.rms_norm_linear(x, weight, [q_b, wq_b], None, eps)
 
 A linear that was left alone, or that `bf16_linear` took, is a reader like a merged one; of several
-readers each norms x itself. Norms of sums or of what something else reads too (input_layernorm and
-its like, whose input is the residual) are no candidates: the inner compiler fuses those with the
-addition before them, so nothing would be saved. fp32 models have none either, as the op is for
-bf16.
+readers each norms x itself. Where gates and ups of such a product meet in silu(gate) * up and are
+read by nothing else, that becomes part of it too (`has_swiglu`): between o_proj and the next
+layer's attention a dense layer is then three kernels, each of which reads its weights while the one
+ahead ends. fp32 models have no candidates, as the op is for bf16.
 
-Declines where the normed value is read by anything but bf16 linears.
+Declines norms of a linear's output that something else than bf16 linears reads. Other norms with
+such a reader (before a router; the last one, whose output is the model's) are no candidates.
 
-Shape legend: M rows, K in features, N out features.
+Shape legend: M rows, K in features, N out features, I = N / 2 gates.
 """
 
 from __future__ import annotations
@@ -65,22 +68,33 @@ class RmsNormLinear:
         norms: dict[fx.Node, tuple[RmsNorm, list[Reader]]] = {}
         for node in graph.nodes:
             reader = _reader(node)
-            norm = canonical.rms_norm(reader.x) if reader is not None else None
-            if reader is not None and norm is not None and _is_of_linear(norm.x):
+            norm = canonical.rms_norm(_whole(reader.x)) if reader is not None else None
+            if reader is not None and norm is not None:
                 norms.setdefault(norm.node, (norm, []))[1].append(reader)
         for norm, readers in norms.values():
             place = where(norm.node)
             if (other := _other_user(norm.node, {reader.node for reader in readers})) is not None:
-                reason = f"the normed value is also read by {describe(other)}, not a bf16 linear"
-                result.declined.append(Declined(place, reason))
+                if _is_of_linear(norm.x):
+                    reason = f"the normed value is also read by {describe(other)}"
+                    result.declined.append(Declined(place, f"{reason}, not a bf16 linear"))
                 continue
             for reader in readers:
                 self._replace(graph, norm, reader)
             result.matched.append(place)
             result.num_matches += 1
+        for node in list(graph.nodes):
+            if (call := _gated_product(node)) is not None:
+                self._take_swiglu(graph, call, node)
         if result.num_matches:
             graph_module.recompile()
         return result
+
+    def _take_swiglu(self, graph: fx.Graph, call: fx.Node, node: fx.Node) -> None:
+        build = Builder(graph, node, node)
+        gated = build.call(glm.rms_norm_linear.default, *layouts.args(call)[:7], True)
+        node.replace_all_uses_with(build.view_like(gated, node))
+        refresh(graph, build.made)
+        erase_dead(graph, [node])
 
     def _replace(self, graph: fx.Graph, norm: RmsNorm, reader: Reader) -> None:
         build = Builder(graph, reader.node, reader.node)
@@ -118,6 +132,44 @@ def _reader(node: fx.Node) -> Reader | None:
     return Reader(node, found.x, [found.weight], found.bias)
 
 
+def _gated_product(node: fx.Node) -> fx.Node | None:
+    """The glm.rms_norm_linear whose gates and ups this product of silu(gate) and up reads alone."""
+    found = canonical.swiglu(node)
+    if found is None:
+        return None
+    try:
+        gate, up = (rotations.last_dim_slice(canonical.peel(part).source) for part in found)
+    except No:
+        return None
+    call = gate.source
+    if not layouts.is_call(call, glm.rms_norm_linear.default) or up.source is not call:
+        return None
+    num_gates, is_plain = gate.length, len(layouts.args(call)) == 7
+    is_halves = (gate.start, up.start, up.length) == (0, num_gates, num_gates)
+    is_all = layouts.is_same(layouts.shape_of(call)[-1], 2 * num_gates)
+    if not (is_plain and is_halves and is_all and gate.step == up.step == 1):
+        return None
+    if layouts.args(call)[3] is not None or not _leads_only_to(call, node):
+        return None
+    return call
+
+
+def _leads_only_to(node: fx.Node, last: fx.Node) -> bool:
+    """Whether all that is made of `node` goes into `last`."""
+    front, seen = [node], {node}
+    while front:
+        users = front.pop().users
+        if not users:
+            return False
+        for user in users:
+            if user is not last and user not in seen:
+                if user.op != "call_function":
+                    return False
+                seen.add(user)
+                front.append(user)
+    return True
+
+
 def _is_of_linear(node: fx.Node) -> bool:
     """Whether a value that one node reads is a linear's output, or a slice of one."""
     if any(len(step.users) > 1 for step in (node, *canonical.peel(node).chain)):
@@ -136,12 +188,26 @@ def _is_of_linear(node: fx.Node) -> bool:
         node = source
 
 
+def _is_whole(node: fx.Node) -> bool:
+    """Whether a slice leaves nothing out."""
+    if not layouts.is_call(node, torch.ops.aten.slice.Tensor):
+        return False
+    own, whole = layouts.shape_of(node), layouts.shape_of(layouts.args(node)[0])
+    return all(layouts.is_same(a, b) for a, b in zip(own, whole, strict=True))
+
+
+def _whole(node: fx.Node) -> fx.Node:
+    while _is_whole(node):
+        node = canonical.peel(layouts.args(node)[0]).source
+    return node
+
+
 def _other_user(node: fx.Node, readers: set[fx.Node]) -> fx.Node | None:
     """The first user, also of a view, that is none of the readers."""
     for user in node.users:
         if user in readers:
             continue
-        if not canonical.is_view(user):
+        if not canonical.is_view(user) and not _is_whole(user):
             return user
         if (other := _other_user(user, readers)) is not None:
             return other

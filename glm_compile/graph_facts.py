@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 from torch import fx
+from torch.fx.experimental.symbolic_shapes import statically_known_true
 
 from glm_compile.fx_passes._dynamo_graph import example_value, is_pure, op_name, parameter_name
 from glm_compile.fx_passes.layer_kinds import layer_of
@@ -78,7 +79,7 @@ class GraphFacts:
         num_routers: calls of routers.
         num_experts: calls of modules of routed experts.
         linears: the calls of linears over a parameter.
-        linear_norms: for each norm of a linear's output that only linears read, these.
+        linear_norms: for each norm that only linears read, these.
         has_fp8_keys: whether the cache stores FP8 index keys.
         is_model_code: whether code of the model made any node.
     """
@@ -177,8 +178,8 @@ def read_facts(graph_module: fx.GraphModule) -> GraphFacts:
             linear = _read_linear(node)
             if linear is not None:
                 linears.append(linear)
-                source = _read_from(node.all_input_nodes[0], _VIEWS + _CASTS)
-                if source not in norms and _is_norm_of_linear(source):
+                source = _whole(_read_from(node.all_input_nodes[0], _VIEWS + _CASTS))
+                if source not in norms and _is_norm(source):
                     readers = _readers(source, used)
                     if readers is not None:
                         norms[source] = readers
@@ -236,47 +237,38 @@ def _read_from(node: fx.Node, methods: Sequence[str]) -> fx.Node:
     return node
 
 
-def _is_norm_of_linear(node: fx.Node) -> bool:
-    """Whether the model's RMSNorm made `node`, with its weight last, from what a linear made.
+def _whole(node: fx.Node) -> fx.Node:
+    """The node of which `node` is a slice that leaves nothing out (of logits to keep)."""
+    while _is_whole(node) and isinstance(node.args[0], fx.Node):
+        node = node.args[0]
+    return node
 
-    Nothing else may read the linear's output: a residual is no case.
-    """
+
+def _is_whole(node: fx.Node) -> bool:
+    source = node.args[0] if node.args else None
+    if op_name(node) != "getitem" or not isinstance(source, fx.Node):
+        return False
+    own, whole = example_value(node), example_value(source)
+    is_tensor = isinstance(own, torch.Tensor) and isinstance(whole, torch.Tensor)
+    return (
+        is_tensor
+        and len(own.shape) == len(whole.shape)
+        and all(map(_is_same, own.shape, whole.shape))
+    )
+
+
+def _is_same(size: Any, other: Any) -> bool:
+    return bool(statically_known_true(size == other))
+
+
+def _is_norm(node: fx.Node) -> bool:
+    """Whether the model's RMSNorm made `node`, with its weight last."""
     norm = _innermost_module(node)
     operands = [a for a in node.args if isinstance(a, fx.Node)]
     # Where a default device is set, Dynamo records operators as methods.
     if norm is None or not norm[1].endswith("RMSNorm") or op_name(node) != "mul":
         return False
-    if len(operands) != 2 or not any(parameter_name(operand) for operand in operands):
-        return False
-    inputs: set[fx.Node] = set()
-    front, seen = [node], {node}
-    while front:
-        for source in front.pop().all_input_nodes:
-            if source in seen or parameter_name(source) is not None:
-                continue
-            seen.add(source)
-            if _innermost_module(source) == norm:
-                front.append(source)
-            else:
-                inputs.add(source)
-    if len(inputs) != 1:
-        return False
-    (source,) = inputs
-    is_read_by_norm_only = all(_innermost_module(user) == norm for user in source.users)
-    return is_read_by_norm_only and _is_linear(_part_of(source))
-
-
-def _part_of(node: fx.Node) -> fx.Node:
-    """The node of which `node` is a view, or a part that was split off."""
-    while True:
-        source = _read_from(node, _VIEWS)
-        if op_name(source) == "getitem" and isinstance(source.args[0], fx.Node):
-            split = source.args[0]
-            if op_name(split) == "split" and isinstance(split.args[0], fx.Node):
-                source = split.args[0]
-        if source is node:
-            return node
-        node = source
+    return len(operands) == 2 and any(parameter_name(operand) for operand in operands)
 
 
 def _innermost_module(node: fx.Node) -> tuple[str, str] | None:
@@ -298,7 +290,7 @@ def _readers(node: fx.Node, used: set[fx.Node]) -> tuple[LinearFacts, ...] | Non
     for user in node.users:
         if user not in used:
             continue
-        if user.op == "call_method" and user.target in _VIEWS + _CASTS:
+        if _is_whole(user) or (user.op == "call_method" and user.target in _VIEWS + _CASTS):
             found = _readers(user, used)
         else:
             linear = _read_linear(user) if _is_linear(user) else None

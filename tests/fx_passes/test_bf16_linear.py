@@ -83,6 +83,58 @@ def test_a_bias_is_kept(level: str) -> None:
     assert call.args[2] is not None
 
 
+def sum_of_products(x: torch.Tensor, w: torch.Tensor, residual: torch.Tensor) -> torch.Tensor:
+    return F.linear(x, w) + F.linear(residual[..., :K], w)
+
+
+@pytest.mark.parametrize("level", LEVELS)
+@pytest.mark.parametrize("shape", [(1, 1), (2, 6), (7,)])
+@pytest.mark.parametrize(
+    "fn",
+    [
+        lambda x, w, residual: residual + F.linear(x, w),
+        lambda x, w, residual: F.linear(x, w).view(-1, N).clone() + residual.view(-1, N),
+        lambda x, w, residual: (residual + F.linear(x, w)) * residual,
+    ],
+)
+def test_a_residual_is_added_by_the_op(fn: Callable, shape: tuple[int, ...], level: str) -> None:
+    x, w, residual = (torch.randn(s).to(BF16) for s in ((*shape, K), (N, K), (*shape, N)))
+    result, gm = check(fn, x, w, residual, level=level)
+    assert result.num_matches == 1
+    (call,) = gm.graph.find_nodes(op="call_function", target=torch.ops.glm.bf16_linear.default)
+    assert call.args[3] is not None
+    assert torch.equal(gm(x, w, residual), fn(x, w, residual))
+
+
+@pytest.mark.parametrize("level", LEVELS)
+def test_of_two_products_one_is_the_others_residual(level: str) -> None:
+    x, w, residual = (torch.randn(s).to(BF16) for s in ((2, 3, K), (N, K), (2, 3, K)))
+    result, gm = check(sum_of_products, x, w, residual, level=level)
+    assert result.num_matches == 2
+    assert count_ops(gm)["aten.add.Tensor"] == 0
+
+
+@pytest.mark.parametrize("level", LEVELS)
+@pytest.mark.parametrize(
+    "fn",
+    [
+        lambda x, w, residual: (product := F.linear(x, w), residual + product),
+        lambda x, w, residual: F.linear(x, w) + residual[:1],
+        lambda x, w, residual: F.linear(x, w) + residual.float(),
+        lambda x, w, residual: torch.add(F.linear(x, w), residual, alpha=2),
+        lambda x, w, residual: F.linear(x, w).transpose(0, 1) + residual.transpose(0, 1),
+        lambda x, w, residual: (product := F.linear(x, w)) + product,
+        lambda x, w, residual: F.linear(x, w) + 1,
+    ],
+)
+def test_other_sums_are_not_taken(fn: Callable, level: str) -> None:
+    x, w, residual = (torch.randn(s).to(BF16) for s in ((2, 3, K), (N, K), (2, 3, N)))
+    result, gm = check(fn, x, w, residual, level=level)
+    assert result.num_matches == 1
+    (call,) = gm.graph.find_nodes(op="call_function", target=torch.ops.glm.bf16_linear.default)
+    assert call.args[3] is None
+
+
 @pytest.mark.parametrize("level", LEVELS)
 def test_other_dtypes_stay_with_the_library(level: str) -> None:
     result, gm = check(F.linear, torch.randn(3, K), torch.randn(N, K), level=level)
@@ -129,8 +181,8 @@ def test_the_unmodified_model_has_no_bf16_product_left(level: str) -> None:
         "sparse_mla": 0,  # the mask was not read
         "merge_linears": 3,
         "bf16_linear": 4,
-        # q_a's, and without a cache kv_a's
-        "rms_norm_linear": 2,
+        # the four of the layer (kv_a's without a cache), and the last one
+        "rms_norm_linear": 5,
     }
     assert count_ops(captured.after)["aten.mm"] == 0
     assert float((output.logits - model(ids, use_cache=False).logits).abs().max()) < 0.1

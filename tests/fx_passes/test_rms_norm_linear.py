@@ -1,4 +1,4 @@
-"""rms_norm_linear: a norm between linears goes into the second; near misses stay as they are.
+"""rms_norm_linear: a norm goes into the linears behind it; near misses stay as they are.
 
 Shape legend: M rows, K in features, N out features, R width of the normed value.
 """
@@ -144,9 +144,10 @@ def test_a_lone_reader_keeps_its_bias(disable: tuple[str, ...], level: str) -> N
 
 
 def norm_of_sum(*values: torch.Tensor) -> Any:
-    """A norm of a sum, as input_layernorm's."""
+    """A norm of a sum that is the residual too, as post_attention_layernorm's."""
     x, q_a, _, weight, q_b, _ = values
-    return F.linear(norm(F.linear(x, q_a) + weight, weight), q_b), None
+    residual = F.linear(x, q_a) + x.repeat(1, 1, 2)[..., :R]
+    return F.linear(norm(residual, weight), q_b), residual
 
 
 def norm_of_residual(*values: torch.Tensor) -> Any:
@@ -156,18 +157,102 @@ def norm_of_residual(*values: torch.Tensor) -> Any:
     return F.linear(norm(residual, weight), q_b), residual + 1
 
 
+def norm_of_input(*values: torch.Tensor) -> Any:
+    """A layer's input_layernorm."""
+    x, q_a, kv_a, weight, _, _ = values
+    normed = norm(x, weight[:K])
+    return F.linear(normed, q_a), F.linear(normed, kv_a), x
+
+
+@pytest.mark.parametrize("level", LEVELS)
+@pytest.mark.parametrize("fn", [norm_of_sum, norm_of_residual, norm_of_input])
+def test_what_is_normed_may_be_read_by_others(fn: Callable[..., Any], level: str) -> None:
+    check(fn, level)
+
+
+def mlp_inputs() -> list[torch.Tensor]:
+    """x, the norm's weight, gate, up, down."""
+    shapes = [(2, 3, K), (K,), (N, K), (N, K), (K, N)]
+    return [torch.randn(shape).to(BF16) for shape in shapes]
+
+
+def dense_mlp(x: torch.Tensor, weight: torch.Tensor, *weights: torch.Tensor) -> torch.Tensor:
+    """GlmMoeDsaMLP.forward behind its norm, and the residual."""
+    gate, up, down = weights
+    normed = norm(x, weight)
+    return x + F.linear(F.silu(F.linear(normed, gate)) * F.linear(normed, up), down)
+
+
+@pytest.mark.parametrize("level", LEVELS)
+def test_a_dense_mlp_is_two_ops(level: str) -> None:
+    values = mlp_inputs()
+    gm = trace(dense_mlp, *values, level=level)
+    before = gm(*values)
+    assert apply(gm).num_matches == 1
+    ops = count_ops(gm)
+    assert (ops[OP], ops["glm.bf16_linear"]) == (1, 1)
+    assert not any(
+        ops[f"aten.{op}"] for op in ("silu", "exp", "div.Tensor", "mul.Tensor", "add.Tensor")
+    )
+    (call,) = gm.graph.find_nodes(op="call_function", target=torch.ops.glm.rms_norm_linear.default)
+    assert call.args[7] is True and call.meta["val"].shape == (2, 3, N)
+    torch.testing.assert_close(gm(*values), before, atol=5e-2, rtol=2e-2)
+    text = graph_text(gm)
+    assert all(p(gm).num_matches == 0 for p in passes())
+    assert graph_text(gm) == text
+
+
+def gate_read_twice(x: torch.Tensor, weight: torch.Tensor, *weights: torch.Tensor) -> Any:
+    gate, up, _ = weights
+    normed = norm(x, weight)
+    product = F.linear(normed, gate)
+    return F.silu(product) * F.linear(normed, up), product
+
+
+def up_through_silu(x: torch.Tensor, weight: torch.Tensor, *weights: torch.Tensor) -> Any:
+    gate, up, _ = weights
+    normed = norm(x, weight)
+    # Merged in the order of use: what goes through silu comes second.
+    product = F.linear(normed, up)
+    return product * F.silu(F.linear(normed, gate))
+
+
+def other_activation(x: torch.Tensor, weight: torch.Tensor, *weights: torch.Tensor) -> Any:
+    gate, up, _ = weights
+    normed = norm(x, weight)
+    return F.gelu(F.linear(normed, gate)) * F.linear(normed, up)
+
+
+def silu_in_fp32(x: torch.Tensor, weight: torch.Tensor, *weights: torch.Tensor) -> Any:
+    gate, up, _ = weights
+    normed = norm(x, weight)
+    return F.silu(F.linear(normed, gate).float()) * F.linear(normed, up).float()
+
+
+@pytest.mark.parametrize("level", LEVELS)
+@pytest.mark.parametrize("fn", [gate_read_twice, up_through_silu, other_activation, silu_in_fp32])
+def test_products_that_are_not_gates_and_ups_alone_stay_apart(
+    fn: Callable[..., Any], level: str
+) -> None:
+    values = mlp_inputs()
+    gm = trace(fn, *values, level=level)
+    before = gm(*values)
+    assert apply(gm).num_matches == 1
+    (call,) = gm.graph.find_nodes(op="call_function", target=torch.ops.glm.rms_norm_linear.default)
+    assert len(call.args) == 7 and call.meta["val"].shape == (2, 3, 2 * N)
+    torch.testing.assert_close(gm(*values), before, atol=5e-2, rtol=2e-2)
+
+
 @pytest.mark.parametrize("level", LEVELS)
 @pytest.mark.parametrize(
     ("fn", "dtype"),
     [
-        (norm_of_sum, BF16),
-        (norm_of_residual, BF16),
         (lambda *a: attention(*a, norm=norm_rounded_once), BF16),
         (lambda *a: attention(*a, norm=norm_over_rows), BF16),
         (attention, torch.float32),
     ],
 )
-def test_what_is_no_norm_between_bf16_linears_is_norm_of_sum(
+def test_what_is_no_norm_before_bf16_linears_stays(
     fn: Callable[..., Any], dtype: torch.dtype, level: str
 ) -> None:
     gm = trace(fn, *inputs(dtype), level=level)
@@ -203,3 +288,14 @@ def test_a_normed_value_with_another_reader_is_declined(
     assert "the normed value is also read by" in result.declined[0].reason
     assert name in result.declined[0].reason
     assert count_ops(gm)[OP] == 0
+
+
+@pytest.mark.parametrize("level", LEVELS)
+def test_a_norm_before_a_router_is_no_candidate(level: str) -> None:
+    def fn(*values: torch.Tensor) -> Any:
+        x, q_a, _, weight, _, _ = values
+        normed = norm(x, weight[:K])
+        return F.linear(normed, q_a), normed.float().softmax(-1)
+
+    result = apply(trace(fn, *inputs(), level=level))
+    assert (result.num_matches, result.declined) == (0, [])

@@ -58,8 +58,8 @@ def expected_of(model) -> dict[str, int]:
         "merge_linears": 2 * num_layers + num_full,
         # o of each layer, q_b of shared ones, down projections, lm_head
         "bf16_linear": is_bf16 * (2 * num_layers + (num_layers - num_full) + 1),
-        # q_a_layernorm of each layer
-        "rms_norm_linear": is_bf16 * num_layers,
+        # input_layernorm and q_a_layernorm of each layer, the one before a dense MLP, the last one
+        "rms_norm_linear": is_bf16 * (2 * num_layers + config.mlp_layer_types.count("dense") + 1),
         "moe_router": config.mlp_layer_types.count("sparse"),
         "moe_experts": config.mlp_layer_types.count("sparse"),
     }
@@ -247,7 +247,7 @@ def test_a_default_device_changes_nothing():
         torch.set_default_device(None)
     assert_logits_close(actual, step.run(model)[0], step.exact(model))
     report = report_of_last_compilation()
-    assert report.ok and report.matches["rms_norm_linear"] == 3
+    assert report.ok and report.matches["rms_norm_linear"] == report.expected["rms_norm_linear"] > 3
 
 
 def test_everything_disabled_is_bitwise_the_eager_model():
