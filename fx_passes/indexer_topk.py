@@ -18,7 +18,9 @@ FP8 tier (`indexer_dtype="fp8"`, PagedCache with FP8 keys): the same with q thro
 and its scale in the weights. Here q and keys lose precision; nothing else does so.
 
 The selection gets no plan: `topk_plan` holds a row's window, which the kernels take from the
-lengths as cheaply, while to make one is a launch more. Lengths are made once a forward already.
+lengths as cheaply, while to make one is a launch more. Lengths are made once a forward already;
+where they are made in the same graph, as one layer's, the paged kernels add up the tokens cached
+before the step and the row by themselves, which leaves no launch between them and the prologue.
 
 Declines where an operand is not in the dtype or the order that the ops assume, where something
 else reads the scores, and where the tier and the cache do not fit each other.
@@ -35,6 +37,7 @@ from torch import fx
 from glm_compile.fx_passes import index_scores, layouts
 from glm_compile.fx_passes.base import Declined, No, PassOptions, PassResult, where
 from glm_compile.fx_passes.editing import Builder, erase_dead
+from glm_compile.fx_passes.index_lengths import cached_lengths
 from glm_compile.fx_passes.index_scores import IndexScores, KeyRead
 
 aten = torch.ops.aten
@@ -103,14 +106,16 @@ class IndexerTopk:
     def _replace(
         self, graph: fx.Graph, anchor: fx.Node, scores: IndexScores, read: KeyRead
     ) -> None:
-        _, lengths, starts, key_mask, k = layouts.args(anchor)
+        _, lengths, starts, key_mask, k, repeats_last = layouts.named_args(anchor).values()
         glm = torch.ops.glm
         build = Builder(graph, anchor, anchor)
         sizes = scores.sizes
         head_dim, num_heads = sizes["D"], sizes["H"]
         # Sizes are read from what stays: the marker and the old scores go away.
         batch, tokens = build.size(lengths, 0), build.size(lengths, 1)
-        lengths_R = build.view(lengths, [-1])
+        cached = cached_lengths(lengths) if read.kind != "contiguous" else None
+        is_causal = cached is not None
+        lengths_R = build.view(lengths if cached is None else cached, [-1])
         starts_R = None if starts is None else build.view(starts, [-1])
         if read.kind == "contiguous":
             k_BTD = build.view(scores.k, [batch, -1, head_dim])
@@ -149,13 +154,16 @@ class IndexerTopk:
                 starts_R,
                 key_mask,
                 tokens,
+                is_causal,
                 "",
             )
         width = layouts.shape_of(anchor)[-1]
         if not isinstance(width, int):
             width = build.call(torch.sym_min, k, num_keys)
         selected = build.call(
-            glm.topk_select.default, scores_RT, lengths_R, width, starts_R, None, None, 1, 64, ""
+            glm.topk_select.default,
+            *(scores_RT, lengths_R, width, starts_R, None, None, tokens if is_causal else 1, 64),
+            *(is_causal, repeats_last, ""),
         )
         selected = build.view(selected, [batch, tokens, width])
         anchor.replace_all_uses_with(selected)

@@ -5,15 +5,16 @@ once in the head of the graph, or that the caller gives, and its users in
 models/glm_moe_dsa/modeling_glm_moe_dsa.py:
 
     GlmMoeDsaIndexer    scores.masked_fill(~mask, -inf) or scores + mask -> topk -> int32
-                        -> glm.masked_topk(scores, lengths, starts, key_mask, k)
+                        -> glm.masked_topk(scores, lengths, starts, key_mask, k, repeat_last)
     GlmMoeDsaAttention  mask & ~scatter(ones, topk, False), or masked_fill with the minimum
                         -> glm.attention
                         -> glm.indexed_attention(q, k, v, topk, lengths, starts, key_mask)
 
 A selection that was made with the attention's own bounds holds nothing beyond them, so they are
 left out there: attention takes exactly what is selected. Whoever else reads a selection (a scatter
-that was not replaced, the caller) gets it without the -1 of short rows. A selection that counts up
-is made anew beside its attention, so that this can still be seen once the layers are split.
+that was not replaced, the caller) gets it without the -1 of short rows: the op repeats the last
+position, unless attention reads the same and a row may have no key at all. A selection that counts
+up is made anew beside its attention, so that this can still be seen once the layers are split.
 
 A key p of query token s is valid iff starts[b, s] <= p < lengths[b, s] and key_mask[b, s, p].
 Routes:
@@ -88,11 +89,18 @@ class MaskResult(PassResult):
 
 @dataclass(frozen=True)
 class Bounds:
-    """Nodes that stand for a mask: lengths and starts int32 [B, S], key_mask bool, rank 3."""
+    """What stands for a mask.
+
+    Attributes:
+        lengths, starts: int32 [B, S].
+        key_mask: bool, rank 3.
+        has_keys: whether every row has a valid key.
+    """
 
     lengths: fx.Node
     starts: fx.Node | None
     key_mask: fx.Node | None
+    has_keys: bool = False
 
 
 def prove_mask(graph_module: fx.GraphModule) -> MaskResult:
@@ -283,7 +291,10 @@ class _Prover:
         key_mask = None
         for mask in masks:
             key_mask = mask if key_mask is None else builder.call(operator.and_, key_mask, mask)
-        return Bounds(lengths, starts, key_mask)
+        has_keys = (
+            starts is None and key_mask is None and all(map(_is_one_or_more, reading.lengths))
+        )
+        return Bounds(lengths, starts, key_mask, has_keys)
 
     def _build_bounds(self, consumer: _Consumer, uses: list[int], is_float: bool) -> Bounds:
         """Lengths from the mask's data; the mask itself is the key mask."""
@@ -372,7 +383,7 @@ class _Prover:
             call = insert_call(
                 self.graph,
                 torch.ops.glm.masked_topk.default,
-                (consumer.scores, bounds.lengths, bounds.starts, bounds.key_mask, k),
+                (consumer.scores, bounds.lengths, bounds.starts, bounds.key_mask, k, False),
                 like,
             )
         for output in outputs:
@@ -384,15 +395,19 @@ class _Prover:
                     wide = insert_call(self.graph, "to", (call, torch.int64), like)
                 index.replace_all_uses_with(wide)
             self.graph.erase_node(index)
-        self._fill_short_rows(call)
+        self._fill_short_rows(call, bounds)
         self.graph.erase_node(topk)
         self.result.num_indexers += 1
         self._count(consumer)
 
-    def _fill_short_rows(self, selection: fx.Node) -> None:
+    def _fill_short_rows(self, selection: fx.Node, bounds: Bounds) -> None:
         """Give those who would scatter with a row's -1 its last position instead (0 if none)."""
         users = [user for user in selection.users if not takes_short_rows(user, selection)]
         if not users:
+            return
+        if bounds.has_keys or len(users) == len(selection.users):
+            # Attention counts a repeated position once, so it may read the same.
+            selection.update_arg(5, True)
             return
 
         def call(target: Any, *args: Any) -> fx.Node:
@@ -411,13 +426,19 @@ class _Prover:
                 continue
             selection = node.args[3]
             if selection.target is torch.ops.glm.masked_topk.default:
-                _scores, *bounds, _k = selection.args
+                _scores, *bounds, _k, _repeats_last = selection.args
                 if bounds == list(node.args[4:7]):
                     node.args = (*node.args[:4], None, None, None, *node.args[7:])
 
     def _count(self, consumer: _Consumer) -> None:
         self.result.num_matches += 1
         self.result.matched.append(consumer.where)
+
+
+def _is_one_or_more(length: Lin) -> bool:
+    """Whether a length is at least 1, given that what it is read from counts tokens."""
+    factors = (factor for _, factor in (*length.axes, *length.leaves))
+    return length.const >= 1 and all(factor >= 0 for factor in factors)
 
 
 class _Builder:

@@ -49,3 +49,21 @@ def check_rows(op: str, name: str, rows: torch.Tensor | None, shape: tuple[int, 
         raise ValueError(
             f"{op}: {name} must hold one value a row, shape {tuple(shape)}, got {tuple(rows.shape)}"
         )
+
+
+def check_lengths(
+    op: str, lengths: torch.Tensor, num_rows: int, rows_per_sequence: int, is_causal: bool
+) -> None:
+    """Raise ValueError unless `lengths` holds one int32 or int64 a row, or a sequence if causal."""
+    if is_causal and num_rows % rows_per_sequence:
+        raise ValueError(
+            f"{op}: causal lengths need whole sequences of {rows_per_sequence} rows, got "
+            f"{num_rows} rows"
+        )
+    check_rows(op, "lengths", lengths, (num_rows // rows_per_sequence if is_causal else num_rows,))
+
+
+def causal_lengths(lengths_B: torch.Tensor, rows_per_sequence: int) -> torch.Tensor:
+    """[B * S] lengths of the rows of a step behind so many cached tokens: row s sees s + 1 more."""
+    step_S = torch.arange(1, rows_per_sequence + 1, device=lengths_B.device)
+    return (lengths_B[:, None] + step_S).flatten()

@@ -11,7 +11,13 @@ from typing import Any
 import torch
 
 from glm_compile.ops import _dispatch
-from glm_compile.ops._bounds import INDEX_DTYPES, check_key_mask, check_rows, expand_key_mask
+from glm_compile.ops._bounds import (
+    INDEX_DTYPES,
+    check_key_mask,
+    check_lengths,
+    check_rows,
+    expand_key_mask,
+)
 from glm_compile.ops._cute import why_no_cute
 from glm_compile.ops._library import register_op
 from glm_compile.ops.indexer_scores.reference import (
@@ -111,6 +117,7 @@ def indexer_scores_paged(
     starts_R: torch.Tensor | None = None,
     key_mask: torch.Tensor | None = None,
     rows_per_sequence: int = 1,
+    is_causal: bool = False,
     backend: str | None = None,
 ) -> torch.Tensor:
     """Score the keys of pages: key scale * sum over heads of weights * relu(q . k), in fp32.
@@ -127,11 +134,13 @@ def indexer_scores_paged(
         key_pages: uint8 [pages, 64 * (D + 4)] (64 rows of e4m3 values, then 64 fp32 scales), or
             float32, bfloat16 or float16 [pages, 64, D].
         block_table: int32 or int64 [B, P], B * rows_per_sequence = R.
-        lengths_R: int32 or int64; beyond max_len counts as max_len.
+        lengths_R: int32 or int64; beyond max_len counts as max_len. [B] if `is_causal`.
         max_len: T, the positions to score.
         starts_R: int32 or int64; None = 0.
         key_mask: bool, broadcastable to [B, rows_per_sequence, T]; its last axis may be longer.
         rows_per_sequence: rows that share a line of the block table.
+        is_causal: lengths count the tokens cached before the step, one number a sequence: row s of
+            it has the length `lengths[b] + s + 1`.
         backend: `reference`, `triton` or `cute` to force one; None takes the first that can.
 
     Returns:
@@ -159,7 +168,7 @@ def indexer_scores_paged(
         raise ValueError(
             f"{op}: weights must be [{num_rows}, {num_heads}], got {tuple(weights_RH.shape)}"
         )
-    check_rows(op, "lengths", lengths_R, (num_rows,))
+    check_lengths(op, lengths_R, num_rows, rows_per_sequence, is_causal)
     check_rows(op, "starts", starts_R, (num_rows,))
     check_key_mask(op, key_mask, block_table.shape[0], rows_per_sequence, max_len)
     return _paged_op(
@@ -172,6 +181,7 @@ def indexer_scores_paged(
         starts_R,
         key_mask,
         rows_per_sequence,
+        is_causal,
         backend or "",
     )
 
@@ -299,6 +309,7 @@ def _run_paged_cute(
     starts_R: torch.Tensor | None,
     key_mask: torch.Tensor | None,
     rows_per_sequence: int,
+    is_causal: bool,
 ) -> torch.Tensor:
     from glm_compile.ops.indexer_scores.cute_kernel import indexer_scores_cute
 
@@ -307,12 +318,13 @@ def _run_paged_cute(
         q_RHD.unflatten(0, rows),
         weights_RH.unflatten(0, rows),
         key_pages,
-        lengths_R.unflatten(0, rows),
+        lengths_R if is_causal else lengths_R.unflatten(0, rows),
         None if starts_R is None else starts_R.unflatten(0, rows),
         _expand(key_mask, *rows, max_len),
         1.0,
         max_len=max_len,
         block_table=block_table,
+        is_causal=is_causal,
     ).flatten(0, 1)
 
 
@@ -332,6 +344,7 @@ def _why_no_paged_triton(
     starts: torch.Tensor | None,
     key_mask: torch.Tensor | None,
     rows_per_sequence: int,
+    *_rest: Any,
 ) -> str | None:
     return _why_not_triton(q_RHD, block_table.shape[0], rows_per_sequence, max_len)
 
@@ -370,6 +383,7 @@ def _run_paged_triton(
     starts_R: torch.Tensor | None,
     key_mask: torch.Tensor | None,
     rows_per_sequence: int,
+    is_causal: bool,
 ) -> torch.Tensor:
     from glm_compile.ops.indexer_scores.triton_kernel import indexer_scores_triton
 
@@ -381,13 +395,14 @@ def _run_paged_triton(
         _with_contiguous_rows(q_RHD).unflatten(0, rows),
         weights_RH.unflatten(0, rows),
         _with_contiguous_rows(keys),
-        lengths_R.unflatten(0, rows),
+        lengths_R[:, None] if is_causal else lengths_R.unflatten(0, rows),
         None if starts_R is None else starts_R.unflatten(0, rows),
         _expand(key_mask, *rows, max_len),
         1.0,
         max_len=max_len,
         scales=scales,
         block_table=block_table,
+        is_causal=is_causal,
     ).flatten(0, 1)
 
 
@@ -471,6 +486,7 @@ def _indexer_scores_paged(
     starts_R: torch.Tensor | None,
     key_mask: torch.Tensor | None,
     rows_per_sequence: int,
+    is_causal: bool,
     backend: str,
 ) -> torch.Tensor:
     return _dispatch.run(
@@ -486,6 +502,7 @@ def _indexer_scores_paged(
         starts_R,
         key_mask,
         rows_per_sequence,
+        is_causal,
     )
 
 
@@ -499,6 +516,7 @@ def _indexer_scores_paged_fake(
     starts_R: torch.Tensor | None,
     key_mask: torch.Tensor | None,
     rows_per_sequence: int,
+    is_causal: bool,
     backend: str,
 ) -> torch.Tensor:
     return q_RHD.new_empty((q_RHD.shape[0], max_len), dtype=torch.float32)
@@ -513,7 +531,7 @@ _op = register_op(
 _paged_op = register_op(
     "indexer_scores_paged(Tensor q_RHD, Tensor weights_RH, Tensor key_pages, Tensor block_table, "
     "Tensor lengths_R, SymInt max_len, Tensor? starts_R, Tensor? key_mask, "
-    "SymInt rows_per_sequence, str backend) -> Tensor",
+    "SymInt rows_per_sequence, bool is_causal, str backend) -> Tensor",
     _indexer_scores_paged,
     _indexer_scores_paged_fake,
 )

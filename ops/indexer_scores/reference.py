@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import torch
 
-from glm_compile.ops._bounds import expand_key_mask
+from glm_compile.ops._bounds import causal_lengths, expand_key_mask
 from glm_compile.ops.paged_cache.reference import PAGE_SIZE, split_key_pages
 
 # Per-head scores held at once: 256 MB.
@@ -45,6 +45,7 @@ def indexer_scores_paged_reference(
     starts_R: torch.Tensor | None,
     key_mask: torch.Tensor | None,
     rows_per_sequence: int,
+    is_causal: bool = False,
 ) -> torch.Tensor:
     """Return fp32 [R, max_len] with -inf outside the windows; see `indexer_scores_paged`."""
     num_rows, num_heads, head_dim = q_RHD.shape
@@ -68,6 +69,8 @@ def indexer_scores_paged_reference(
             chunk_BST = chunk_BST * scale_BT[:, None]
         has_page_BT = (table_BP >= 0).repeat_interleave(PAGE_SIZE, dim=1)[:, None, :num_chunk]
         scores_BST[:, :, keys] = torch.where(has_page_BT, chunk_BST, float("-inf"))
+    if is_causal:
+        lengths_R = causal_lengths(lengths_R, rows_per_sequence)
     starts_BS = None if starts_R is None else starts_R.reshape(by_sequence)
     scores_BST = _mask_outside(scores_BST, lengths_R.reshape(by_sequence), starts_BS, key_mask)
     return scores_BST.view(num_rows, max_len)

@@ -67,6 +67,7 @@ def indexer_scores_kernel(
     BLOCK_D: tl.constexpr,
     BLOCK_T: tl.constexpr,
     ROWS: tl.constexpr,
+    IS_CAUSAL: tl.constexpr = False,
 ):
     """Scores of ROWS rows of one sequence against BLOCK_T keys.
 
@@ -85,6 +86,9 @@ def indexer_scores_kernel(
         mask=row < S,
         other=0,
     )
+    if IS_CAUSAL:
+        # Clamped first, so that lengths beyond T do not run over.
+        length = tl.where(row < S, tl.minimum(length, T) + row + 1, 0)
     stop = tl.minimum(tl.max(length, 0), T).to(tl.int32)
     if first_key >= stop:
         return
@@ -163,6 +167,7 @@ def indexer_scores_triton(
     max_len: int,
     scales: torch.Tensor | None = None,
     block_table: torch.Tensor | None = None,
+    is_causal: bool = False,
     config: ScoresConfig | None = None,
 ) -> torch.Tensor:
     """Launch the kernel; return fp32 [B, S, max_len].
@@ -171,13 +176,14 @@ def indexer_scores_triton(
         q_BSHD: last axis contiguous.
         weights_BSH: any strides.
         k: [B, T, D], or pages [pages, 64, D] with a block table; last axis contiguous.
-        lengths_BS: any strides.
+        lengths_BS: any strides; [B, 1] if causal.
         starts_BS: any strides.
         key_mask: bool view [B, S, max_len], any strides, or None.
         softmax_scale: factor of the products.
         max_len: T.
         scales: fp32 [pages, 64] of FP8 pages.
         block_table: [B, P].
+        is_causal: see `indexer_scores_paged`.
         config: tile shape; None takes the default.
     """
     num_batch, num_queries, num_heads, head_dim = q_BSHD.shape
@@ -205,7 +211,8 @@ def indexer_scores_triton(
         *_strides(block_table, 2),
         0 if block_table is None else block_table.shape[1],
         lengths_BS,
-        *lengths_BS.stride(),
+        lengths_BS.stride(0),
+        0 if is_causal else lengths_BS.stride(1),
         starts_BS,
         *_strides(starts_BS, 2),
         None if key_mask is None else key_mask.view(torch.uint8),
@@ -220,6 +227,7 @@ def indexer_scores_triton(
         BLOCK_D=max(32, triton.next_power_of_2(head_dim)),
         BLOCK_T=config.block_keys,
         ROWS=config.rows_per_program,
+        IS_CAUSAL=is_causal,
         num_warps=config.num_warps,
         num_stages=config.num_stages,
     )

@@ -10,7 +10,13 @@ from typing import Any
 import torch
 
 from glm_compile.ops import _dispatch
-from glm_compile.ops._bounds import INDEX_DTYPES, check_key_mask, check_rows, expand_key_mask
+from glm_compile.ops._bounds import (
+    INDEX_DTYPES,
+    check_key_mask,
+    check_lengths,
+    check_rows,
+    expand_key_mask,
+)
 from glm_compile.ops._cute import why_no_cute
 from glm_compile.ops._library import register_op
 from glm_compile.ops.topk.config import MAX_CUTE_K, MAX_CUTE_KEYS
@@ -47,6 +53,8 @@ def topk_select(
     block_table: torch.Tensor | None = None,
     rows_per_sequence: int = 1,
     page_size: int = 64,
+    is_causal: bool = False,
+    repeat_last: bool = False,
     backend: str | None = None,
 ) -> torch.Tensor:
     """Select the k highest-scored positions of each row.
@@ -56,7 +64,8 @@ def topk_select(
     - NaN and -inf are never selected; +inf is the highest score; -0.0 equals +0.0.
     - Among equal scores the lowest position wins.
     - The result is ascending by position and -1 from min(k, number of selectable keys) on. A row
-      with an empty window is all -1.
+      with an empty window is all -1. With `repeat_last`, for a consumer that takes positions only,
+      the last selected position stands there instead, and 0 in a row that has none.
     - Deterministic: bitwise equal over repeats, batch sizes, backends and ranks.
     - R = 0, T = 0 and k > T are fine; R, T and the windows may be symbolic or change in a CUDA
       graph's replay. Nothing waits for the host.
@@ -66,13 +75,16 @@ def topk_select(
 
     Args:
         scores_RT: float32, bfloat16 or float16 [R, T], any strides.
-        lengths_R: int32 or int64 [R].
+        lengths_R: int32 or int64 [R]; [B] if `is_causal`.
         k: at least 1; the width of the result.
         starts_R: int32 or int64 [R]; None = 0.
-        plan: what `topk_plan` made of the same lengths, starts and k.
+        plan: what `topk_plan` made of the rows' lengths, starts and k.
         block_table: int32 or int64 [B, pages], B * rows_per_sequence = R.
-        rows_per_sequence: rows that share a line of the block table.
+        rows_per_sequence: rows that share a line of the block table, or a length.
         page_size: tokens of a page.
+        is_causal: lengths count the tokens cached before a step of `rows_per_sequence` tokens, one
+            number a sequence: row s of it has the length `lengths[b] + s + 1`.
+        repeat_last: see above; not together with a block table.
         backend: `cute`, `triton` or `reference` to force one; None takes the first that can.
 
     Returns:
@@ -86,7 +98,6 @@ def topk_select(
         raise ValueError(f"topk: scores must be [R, T], got shape {tuple(scores_RT.shape)}")
     _check_dtype(scores_RT)
     num_rows = scores_RT.shape[0]
-    check_rows("topk", "lengths", lengths_R, (num_rows,))
     check_rows("topk", "starts", starts_R, (num_rows,))
     if plan is not None and (plan.dtype, *plan.shape) != (torch.int32, num_rows, 2):
         raise ValueError(
@@ -98,8 +109,14 @@ def topk_select(
             f"topk: rows_per_sequence and page_size must be at least 1, got {rows_per_sequence} "
             f"and {page_size}"
         )
+    check_lengths("topk", lengths_R, num_rows, rows_per_sequence, is_causal)
     if block_table is not None:
         _check_table(block_table, num_rows, rows_per_sequence)
+        if repeat_last:
+            raise ValueError(
+                "topk: repeat_last repeats a position, and a block table turns positions into "
+                "slots, of which there may be none: leave one of them out"
+            )
     return _select_op(
         scores_RT,
         lengths_R,
@@ -109,6 +126,8 @@ def topk_select(
         block_table,
         rows_per_sequence,
         page_size,
+        is_causal,
+        repeat_last,
         backend or "",
     )
 
@@ -120,11 +139,12 @@ def masked_topk(
     *,
     starts_BS: torch.Tensor | None = None,
     key_mask: torch.Tensor | None = None,
+    repeat_last: bool = False,
 ) -> torch.Tensor:
     """Mask, select and cast: `topk_select` of a batch, as wide as transformers' own, min(k, T).
 
     A key is selectable iff start <= p < length and key_mask allows it; otherwise the contract of
-    `topk_select` holds: positions ascend, and rows with fewer keys end in -1.
+    `topk_select` holds: positions ascend, and rows with fewer keys end in -1, or repeat the last.
 
     Args:
         scores_BST: float32, bfloat16 or float16, any strides.
@@ -132,6 +152,7 @@ def masked_topk(
         k: at least 1.
         starts_BS: int32 or int64; None = 0.
         key_mask: bool, broadcastable to [B, S, T]; its last axis may be longer than T.
+        repeat_last: as in `topk_select`.
 
     Returns:
         int32 [B, S, min(k, T)], contiguous.
@@ -143,7 +164,7 @@ def masked_topk(
     check_rows("topk", "lengths", lengths_BS, scores_BST.shape[:2])
     check_rows("topk", "starts", starts_BS, scores_BST.shape[:2])
     check_key_mask("topk", key_mask, *scores_BST.shape)
-    return _masked_op(scores_BST, lengths_BS, starts_BS, key_mask, k)
+    return _masked_op(scores_BST, lengths_BS, starts_BS, key_mask, k, repeat_last)
 
 
 def _check_k(k: int) -> None:
@@ -225,6 +246,8 @@ def _topk_select(
     block_table: torch.Tensor | None,
     rows_per_sequence: int,
     page_size: int,
+    is_causal: bool,
+    repeat_last: bool,
     backend: str,
 ) -> torch.Tensor:
     return _dispatch.run(
@@ -239,6 +262,8 @@ def _topk_select(
         block_table,
         rows_per_sequence,
         page_size,
+        is_causal,
+        repeat_last,
     )
 
 
@@ -251,6 +276,8 @@ def _topk_select_fake(
     block_table: torch.Tensor | None,
     rows_per_sequence: int,
     page_size: int,
+    is_causal: bool,
+    repeat_last: bool,
     backend: str,
 ) -> torch.Tensor:
     return scores_RT.new_empty((scores_RT.shape[0], k), dtype=torch.int32)
@@ -266,6 +293,7 @@ def _masked_topk(
     starts_BS: torch.Tensor | None,
     key_mask: torch.Tensor | None,
     k: int,
+    repeat_last: bool = False,
 ) -> torch.Tensor:
     num_batch, num_queries, num_keys = scores_BST.shape
     if key_mask is not None:
@@ -281,6 +309,8 @@ def _masked_topk(
         None,
         1,
         64,
+        False,
+        repeat_last,
         "",
     ).view(num_batch, num_queries, min(k, num_keys))
 
@@ -291,6 +321,7 @@ def _masked_topk_fake(
     starts_BS: torch.Tensor | None,
     key_mask: torch.Tensor | None,
     k: int,
+    repeat_last: bool = False,
 ) -> torch.Tensor:
     num_batch, num_queries, num_keys = scores_BST.shape
     width = torch.sym_min(k, num_keys)
@@ -299,7 +330,8 @@ def _masked_topk_fake(
 
 _select_op = register_op(
     "topk_select(Tensor scores_RT, Tensor lengths_R, SymInt k, Tensor? starts_R, Tensor? plan, "
-    "Tensor? block_table, SymInt rows_per_sequence, int page_size, str backend) -> Tensor",
+    "Tensor? block_table, SymInt rows_per_sequence, int page_size, bool is_causal, "
+    "bool repeat_last, str backend) -> Tensor",
     _topk_select,
     _topk_select_fake,
 )
@@ -310,7 +342,7 @@ _plan_op = register_op(
 )
 _masked_op = register_op(
     "masked_topk(Tensor scores_BST, Tensor lengths_BS, Tensor? starts_BS, Tensor? key_mask, "
-    "SymInt k) -> Tensor",
+    "SymInt k, bool repeat_last=False) -> Tensor",
     _masked_topk,
     _masked_topk_fake,
 )

@@ -65,6 +65,7 @@ class Variant:
         is_vector: rows start at 16 bytes and end at a multiple of 4 keys.
         has_starts, has_plan, has_table: which optional arguments are given.
         lengths_64, starts_64, table_64: int64 instead of int32.
+        is_causal, repeat_last: see `topk_select`.
     """
 
     source: str
@@ -82,6 +83,8 @@ class Variant:
     lengths_64: bool = False
     starts_64: bool = False
     table_64: bool = False
+    is_causal: bool = False
+    repeat_last: bool = False
 
     def __post_init__(self) -> None:
         if self.source == "registers":
@@ -146,7 +149,12 @@ def _row_a_block(slice_keys: int) -> Variant:
     return Variant("filtered", 1, 512, 16, 11, slice_keys, 8192, 8)
 
 
-_LONG = (_registers(16, 1024, 16, 8, 8192), _filtered(16, 1024, 8, 1 << 16))
+_LONG = (
+    _registers(16, 1024, 16, 8, 8192),
+    _filtered(16, 1024, 8, 1 << 16),
+    # A cache of 2^20 tokens has room for the drafts of its last step as well.
+    _filtered(16, 1024, 8, 1 << 17),
+)
 
 # (rows up to which a part of the table holds, its variants by rising `max_keys`). Few rows take the
 # largest cluster of which all are on the device at once: an H200 holds 7 clusters of 16 blocks.
@@ -191,7 +199,7 @@ CUTE_TABLE: tuple[tuple[int | None, tuple[Variant, ...]], ...] = (
             _row_a_block(1 << 17),  # 2048 rows of 128K: 301, 3.6 TB/s
             _row_a_block(1 << 18),
             _row_a_block(1 << 19),
-            _LONG[-1],
+            *_LONG[1:],
         ),
     ),
 )

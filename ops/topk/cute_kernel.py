@@ -157,13 +157,13 @@ class TopkKernel(Stream, Output):
     def _select_from_registers(
         self, shared, row_address, lengths, starts, plan, num_keys, target, tid, rank
     ) -> None:
-        _selected, _out_address, _table, row, k, _rows_per_sequence, _page_size = target
+        _selected, _out_address, _table, row, k, rows_per_sequence, _page_size = target
         # Slices of the whole row, whatever its length, so that the loads need not wait for it.
         slice_first = rank * self._slice_keys(num_keys)
         place = slice_first + tid * VECTOR
         number = cutlass.const_expr(self.variant.keys_per_thread // VECTOR)
         tiles = self._load_tiles(row_address, place, num_keys, number)
-        first, stop = self._window(row, lengths, starts, plan, num_keys)
+        first, stop = self._window(row, lengths, starts, plan, rows_per_sequence, num_keys)
         window = (first, cutlass.min(stop, slice_first + self._slice_keys(num_keys)))
         self._begin()
         keys: list = []
@@ -171,23 +171,23 @@ class TopkKernel(Stream, Output):
             position = place + len(keys) * self.num_threads
             keys += self._count_scores(shared, self._mask(tiles[i], position, window))
         entries = RegisterEntries(keys, place, self.num_threads * VECTOR)
-        t_key, t_position, base, _turn = self._select(
+        t_key, t_position, base, num_selected, _turn = self._select(
             shared, entries, k, (first, stop), tid, rank, self.cluster, Int32(0)
         )
+        threshold = (t_key, t_position)
+        places = (base, num_selected)
         if cutlass.const_expr(self.is_compacted):
             entries = BufferEntries(shared, tid, self.num_threads, holds_keys=True)
-            self._write_listed(
-                shared, entries, t_key, t_position, base, slice_first, target, tid, rank
-            )
+            self._write_listed(shared, entries, threshold, places, slice_first, target, tid, rank)
         else:
-            self._write_own(shared, entries, t_key, t_position, base, target, tid, rank)
+            self._write_own(shared, entries, threshold, places, target, tid, rank)
 
     @cute.jit
     def _select_from_stream(
         self, shared, row_address, lengths, starts, plan, num_keys, target, tid, rank
     ) -> None:
-        _selected, _out_address, _table, row, k, _rows_per_sequence, _page_size = target
-        first, stop = self._window(row, lengths, starts, plan, num_keys)
+        _selected, _out_address, _table, row, k, rows_per_sequence, _page_size = target
+        first, stop = self._window(row, lengths, starts, plan, rows_per_sequence, num_keys)
         aligned = first
         if cutlass.const_expr(self.variant.is_vector):
             aligned = first - first % VECTOR
@@ -228,10 +228,12 @@ class TopkKernel(Stream, Output):
                     shared, source, everything, k, window, tid, turn, place, all_owe
                 )
         entries = BufferEntries(shared, tid, self.num_threads, holds_keys=False)
-        t_key, t_position, base, _turn = self._select(
+        t_key, t_position, base, num_selected, _turn = self._select(
             shared, entries, k, window, tid, rank, self.cluster, turn, is_tied
         )
-        self._write_listed(shared, entries, t_key, t_position, base, slice_first, target, tid, rank)
+        threshold = (t_key, t_position)
+        places = (base, num_selected)
+        self._write_listed(shared, entries, threshold, places, slice_first, target, tid, rank)
 
     def _allocate(self) -> Shared:
         allocator = SmemAllocator()
@@ -270,13 +272,18 @@ class TopkKernel(Stream, Output):
         return (num_keys + (step - 1)) // step * WARP
 
     @cute.jit
-    def _window(self, row, lengths, starts, plan, num_keys):
+    def _window(self, row, lengths, starts, plan, rows_per_sequence, num_keys):
         first = Int32(0)
         if cutlass.const_expr(plan is not None):
             first = Int32(plan[row, 0])
             stop = cutlass.min(Int32(plan[row, 1]), num_keys)
         else:
-            stop = clamp_index(lengths[row], num_keys)
+            if cutlass.const_expr(self.variant.is_causal):
+                sequence = row // rows_per_sequence
+                cached = cutlass.min(lengths[sequence], num_keys)
+                stop = clamp_index(cached + (row - sequence * rows_per_sequence + 1), num_keys)
+            else:
+                stop = clamp_index(lengths[row], num_keys)
             if cutlass.const_expr(starts is not None):
                 first = clamp_index(starts[row], num_keys)
         first = cutlass.min(first, stop)
@@ -380,6 +387,8 @@ def topk_select_cute(
     block_table: torch.Tensor | None = None,
     rows_per_sequence: int = 1,
     page_size: int = 64,
+    is_causal: bool = False,
+    repeat_last: bool = False,
     *,
     variant: Variant | None = None,
 ) -> torch.Tensor:
@@ -389,7 +398,7 @@ def topk_select_cute(
     if not num_rows:
         return selected_RK
     if not num_keys:
-        return selected_RK.fill_(-1)
+        return selected_RK.fill_(0 if repeat_last else -1)
     if num_rows == 1 or num_keys == 1:
         # The stride of an axis of one means nothing, and may be anything.
         row_stride = scores_RT.stride(0) if num_rows > 1 else -(-num_keys // VECTOR) * VECTOR
@@ -407,6 +416,8 @@ def topk_select_cute(
         lengths_64=lengths_R.dtype == torch.int64,
         starts_64=starts_R is not None and starts_R.dtype == torch.int64,
         table_64=block_table is not None and block_table.dtype == torch.int64,
+        is_causal=is_causal and plan is None,
+        repeat_last=repeat_last,
     )
     run = _compiled(shape, arch_of(scores_RT.device))
     run(

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import torch
 
+from glm_compile.ops._bounds import causal_lengths
+
 # Key of what is never selected; below the key of every float.
 _NEVER = -(2**31)
 # Keys ranked at once: bounds the temporaries of long contexts to about 100 MB.
@@ -27,18 +29,29 @@ def topk_select_reference(
     block_table: torch.Tensor | None = None,
     rows_per_sequence: int = 1,
     page_size: int = 64,
+    is_causal: bool = False,
+    repeat_last: bool = False,
 ) -> torch.Tensor:
     """Return int32 [R, k]; see `topk_select` for the contract. The plan changes nothing here."""
     num_rows, num_keys = scores_RT.shape
-    selected_RK = torch.full((num_rows, k), -1, dtype=torch.int32, device=scores_RT.device)
+    nothing = 0 if repeat_last else -1
+    selected_RK = torch.full((num_rows, k), nothing, dtype=torch.int32, device=scores_RT.device)
     width = min(k, num_keys)
     if not num_rows or not width:
         return selected_RK
+    if is_causal:
+        lengths_R = causal_lengths(lengths_R, rows_per_sequence)
     rows_at_once = max(1, _CHUNK_KEYS // num_keys)
     for first in range(0, num_rows, rows_at_once):
         rows = slice(first, first + rows_at_once)
         starts = None if starts_R is None else starts_R[rows]
         selected_RK[rows, :width] = _select(scores_RT[rows], lengths_R[rows], starts, width)
+    if repeat_last:
+        # Positions ascend, so the last one is the highest.
+        best_RK = selected_RK[:, :width]
+        last_R1 = best_RK.amax(-1, keepdim=True).clamp(min=0)
+        selected_RK[:, :width] = torch.where(best_RK < 0, last_R1, best_RK)
+        selected_RK[:, width:] = last_R1
     if block_table is None:
         return selected_RK
     return _to_slots(selected_RK, block_table, rows_per_sequence, page_size)

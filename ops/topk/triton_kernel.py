@@ -37,13 +37,28 @@ def _order_key(score):
 
 
 @triton.jit
-def _window(row, lengths, stride_length, starts, stride_start, plan, T):
+def _window(
+    row,
+    lengths,
+    stride_length,
+    starts,
+    stride_start,
+    plan,
+    rows_per_sequence,
+    T,
+    IS_CAUSAL: tl.constexpr,
+):
     """Window [first, stop) of a row within [0, T)."""
     if plan is not None:
         first = tl.load(plan + row * 2)
         stop = tl.load(plan + row * 2 + 1)
     else:
-        stop = tl.load(lengths + row * stride_length)
+        if IS_CAUSAL:
+            sequence = row // rows_per_sequence
+            stop = tl.minimum(tl.load(lengths + sequence * stride_length), T)
+            stop += row - sequence * rows_per_sequence + 1
+        else:
+            stop = tl.load(lengths + row * stride_length)
         first = stop * 0
         if starts is not None:
             first = tl.load(starts + row * stride_start)
@@ -114,17 +129,21 @@ def _compact(
     num_equal,
     greater,
     equal,
+    num_found,
     selected_row,
     table_row,
     stride_page,
     num_pages,
     PAGE_SIZE: tl.constexpr,
+    REPEAT_LAST: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
     """Write the selected positions of [first, stop) in ascending order.
 
-    `greater` and `equal` count the keys above and at the threshold before `first`.
+    `greater` and `equal` count the keys above and at the threshold before `first`. Returns the last
+    of the row's `num_found` selected positions if it is here and asked for, else -1.
     """
+    last = tl.full([], -1, tl.int32)
     for base in range(first, stop, BLOCK):
         position, key, is_valid = _load_keys(row_scores, stride_key, base, stop, BLOCK)
         is_greater = is_valid & (key > threshold)
@@ -139,16 +158,36 @@ def _compact(
         if table_row is not None:
             value = _slots(position, table_row, stride_page, num_pages, PAGE_SIZE, is_taken)
         tl.store(selected_row + place, value, mask=is_taken)
+        if REPEAT_LAST:
+            is_last = is_taken & (place == num_found - 1)
+            last = tl.maximum(last, tl.max(tl.where(is_last, position, -1), 0))
         total = tl.sum(packed, 0)
         greater += total & 0xFFFF
         equal += total >> 16
+    return last
 
 
 @triton.jit
-def _fill_tail(selected_row, num_found, k, BLOCK: tl.constexpr):
-    for base in range(num_found, k, BLOCK):
-        place = base + tl.arange(0, BLOCK)
-        tl.store(selected_row + place, tl.full([BLOCK], -1, tl.int32), mask=place < k)
+def _fill_tail(
+    selected_row,
+    num_found,
+    k,
+    last,
+    is_first,
+    REPEAT_LAST: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    """Fill up the row, by the program that has its last selected position, or by the first one."""
+    if REPEAT_LAST:
+        is_mine = (last >= 0) | (is_first & (num_found == 0))
+        value = tl.maximum(last, 0)
+    else:
+        is_mine = is_first
+        value = tl.full([], -1, tl.int32)
+    if is_mine:
+        for base in range(num_found, k, BLOCK):
+            place = base + tl.arange(0, BLOCK)
+            tl.store(selected_row + place, tl.zeros([BLOCK], tl.int32) + value, mask=place < k)
 
 
 @triton.jit(do_not_specialize=["stride_row", "T", "k", "num_pages", "rows_per_sequence"])
@@ -161,20 +200,32 @@ def topk_row_kernel(
     starts,
     stride_start,
     plan,
+    rows_per_sequence,
     table,
     stride_sequence,
     stride_page,
     num_pages,
-    rows_per_sequence,
     selected,
     T,
     k,
     PAGE_SIZE: tl.constexpr,
     BLOCK: tl.constexpr,
+    IS_CAUSAL: tl.constexpr = False,
+    REPEAT_LAST: tl.constexpr = False,
 ):
     """One program a row, every round in one launch."""
     row = tl.program_id(0).to(tl.int64)
-    first, stop = _window(row, lengths, stride_length, starts, stride_start, plan, T)
+    first, stop = _window(
+        row,
+        lengths,
+        stride_length,
+        starts,
+        stride_start,
+        plan,
+        rows_per_sequence,
+        T,
+        IS_CAUSAL,
+    )
     row_scores = scores + row * stride_row
     selected_row = selected + row * k
     table_row = table
@@ -189,7 +240,7 @@ def topk_row_kernel(
         counts, _ = _histogram(row_scores, stride_key, first, stop, prefix, step, BLOCK)
         digit, num_wanted = _next_digit(counts, num_wanted)
         prefix = prefix | (digit << (24 - 8 * step))
-    _compact(
+    last = _compact(
         row_scores,
         stride_key,
         first,
@@ -198,14 +249,16 @@ def topk_row_kernel(
         num_wanted,
         tl.full([], 0, tl.int32),
         tl.full([], 0, tl.int32),
+        num_found,
         selected_row,
         table_row,
         stride_page,
         num_pages,
         PAGE_SIZE,
+        REPEAT_LAST,
         BLOCK,
     )
-    _fill_tail(selected_row, num_found, k, BLOCK)
+    _fill_tail(selected_row, num_found, k, last, row >= 0, REPEAT_LAST, BLOCK)
 
 
 @triton.jit
@@ -238,7 +291,7 @@ def _resolve(histograms, states, k, ROUND: tl.constexpr, NUM_SLICES: tl.constexp
     return prefix | (digit << (32 - 8 * ROUND)), num_wanted, num_found
 
 
-@triton.jit(do_not_specialize=["stride_row", "T", "k"])
+@triton.jit(do_not_specialize=["stride_row", "T", "k", "rows_per_sequence"])
 def topk_histogram_kernel(
     scores,
     stride_row,
@@ -248,6 +301,7 @@ def topk_histogram_kernel(
     starts,
     stride_start,
     plan,
+    rows_per_sequence,
     histograms,
     states,
     above,
@@ -256,11 +310,22 @@ def topk_histogram_kernel(
     ROUND: tl.constexpr,
     NUM_SLICES: tl.constexpr,
     BLOCK: tl.constexpr,
+    IS_CAUSAL: tl.constexpr = False,
 ):
     """Round ROUND of a sliced row: resolve the round before, count the next digit of one slice."""
     row = tl.program_id(0).to(tl.int64)
     piece = tl.program_id(1)
-    first, stop = _window(row, lengths, stride_length, starts, stride_start, plan, T)
+    first, stop = _window(
+        row,
+        lengths,
+        stride_length,
+        starts,
+        stride_start,
+        plan,
+        rows_per_sequence,
+        T,
+        IS_CAUSAL,
+    )
     begin, end = _slice_of(first, stop, piece, NUM_SLICES)
     row_histograms = histograms + row * (4 * NUM_SLICES * _NUM_BINS)
     prefix = 0
@@ -290,6 +355,7 @@ def topk_compact_kernel(
     starts,
     stride_start,
     plan,
+    rows_per_sequence,
     histograms,
     states,
     above,
@@ -297,18 +363,29 @@ def topk_compact_kernel(
     stride_sequence,
     stride_page,
     num_pages,
-    rows_per_sequence,
     selected,
     T,
     k,
     PAGE_SIZE: tl.constexpr,
     NUM_SLICES: tl.constexpr,
     BLOCK: tl.constexpr,
+    IS_CAUSAL: tl.constexpr = False,
+    REPEAT_LAST: tl.constexpr = False,
 ):
     """Last launch of a sliced row: find the threshold, write one slice's share in order."""
     row = tl.program_id(0).to(tl.int64)
     piece = tl.program_id(1)
-    first, stop = _window(row, lengths, stride_length, starts, stride_start, plan, T)
+    first, stop = _window(
+        row,
+        lengths,
+        stride_length,
+        starts,
+        stride_start,
+        plan,
+        rows_per_sequence,
+        T,
+        IS_CAUSAL,
+    )
     begin, end = _slice_of(first, stop, piece, NUM_SLICES)
     row_histograms = histograms + row * (4 * NUM_SLICES * _NUM_BINS)
     prefix, num_wanted, num_found = _resolve(row_histograms, states + row * 12, k, 4, NUM_SLICES)
@@ -331,7 +408,7 @@ def topk_compact_kernel(
     table_row = table
     if table is not None:
         table_row = table + (row // rows_per_sequence) * stride_sequence
-    _compact(
+    last = _compact(
         scores + row * stride_row,
         stride_key,
         begin,
@@ -340,15 +417,16 @@ def topk_compact_kernel(
         num_wanted,
         greater,
         equal,
+        num_found,
         selected_row,
         table_row,
         stride_page,
         num_pages,
         PAGE_SIZE,
+        REPEAT_LAST,
         BLOCK,
     )
-    if piece == 0:
-        _fill_tail(selected_row, num_found, k, BLOCK)
+    _fill_tail(selected_row, num_found, k, last, piece == 0, REPEAT_LAST, BLOCK)
 
 
 def topk_select_triton(
@@ -360,6 +438,8 @@ def topk_select_triton(
     block_table: torch.Tensor | None = None,
     rows_per_sequence: int = 1,
     page_size: int = 64,
+    is_causal: bool = False,
+    repeat_last: bool = False,
     config: TopkConfig | None = None,
 ) -> torch.Tensor:
     """Launch the kernels on the current stream; see `topk_select` for the contract."""
@@ -380,19 +460,18 @@ def topk_select_triton(
         starts_R,
         0 if starts_R is None else starts_R.stride(0),
         plan,
+        rows_per_sequence,
     )
     table = (
         block_table,
         0 if block_table is None else block_table.stride(0),
         0 if block_table is None else block_table.stride(1),
         0 if block_table is None else block_table.shape[1],
-        rows_per_sequence,
     )
-    block = {"BLOCK": config.block, "num_warps": config.num_warps}
+    block = {"BLOCK": config.block, "num_warps": config.num_warps, "IS_CAUSAL": is_causal}
+    output = {"PAGE_SIZE": page_size, "REPEAT_LAST": repeat_last}
     if config.num_slices == 1:
-        topk_row_kernel[(num_rows,)](
-            *rows, *table, selected_RK, num_keys, k, PAGE_SIZE=page_size, **block
-        )
+        topk_row_kernel[(num_rows,)](*rows, *table, selected_RK, num_keys, k, **output, **block)
         return selected_RK
 
     num_slices = config.num_slices
@@ -414,8 +493,8 @@ def topk_select_triton(
         selected_RK,
         num_keys,
         k,
-        PAGE_SIZE=page_size,
         NUM_SLICES=num_slices,
+        **output,
         **block,
     )
     return selected_RK

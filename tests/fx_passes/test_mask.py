@@ -670,18 +670,22 @@ def test_a_selection_that_counts_up_is_made_beside_its_attention(is_written: boo
     assert ("GlmMoeDsaAttention" in path) is not is_written
 
 
-def test_declined_consumer_keeps_the_mask_and_gets_valid_positions() -> None:
+@pytest.mark.parametrize("has_starts", [False, True])
+def test_declined_consumer_keeps_the_mask_and_gets_valid_positions(has_starts: bool) -> None:
     """One attention call shows its weights: it keeps mask and scatter, the rest is rewritten."""
     model = small_model("eager")
     ids = tokens(2, 26)
     recorder = Recorder()
+    starts = torch.tensor([0, 3]) if has_starts else None
 
     def step(ids: torch.Tensor) -> Any:
         hidden = model.model.embed_tokens(ids)
         positions = torch.arange(26)[None]
         options: dict[str, Any] = {
             "position_embeddings": model.model.rotary_emb(hidden, position_ids=positions),
-            "attention_mask": causal_mask(torch.zeros(2, dtype=torch.int32), 26, 26, hidden.dtype),
+            "attention_mask": causal_mask(
+                torch.zeros(2, dtype=torch.int32), 26, 26, hidden.dtype, starts_B=starts
+            ),
         }
         first, second = (layer.self_attn for layer in model.model.layers)
         hidden, _weights, selection = first(hidden, **options)
@@ -689,17 +693,21 @@ def test_declined_consumer_keeps_the_mask_and_gets_valid_positions() -> None:
 
     found, expected = torch.compile(step, backend=recorder, fullgraph=True)(ids), step(ids)
     for ours, theirs in zip(found, expected):
-        assert (ours - theirs).abs().max() <= 1e-5
+        # Rows of padding see nothing, and are nobody's.
+        assert (ours - theirs)[:, 3 * has_starts :].abs().max() <= 1e-5
     assert [d.reason for d in recorder.marked[0].declined] == [
         "the attention weights have another user (output_attentions=True)"
     ]
     assert (recorder.mask.num_attention, recorder.mask.num_indexers) == (1, 1)
-    # The scatter of the first call gets no -1, the second call the selection itself.
+    # The scatter of the first call gets no -1. The second call reads the same unless a row may have
+    # nothing: what is repeated there would count.
     (topk,) = calls(recorder.graphs[0], GLM.masked_topk.default)
     assert attention_bounds(recorder.graphs[0]) == [[None] * 3]
     (attention,) = calls(recorder.graphs[0], GLM.indexed_attention.default)
     assert attention.args[3] is topk
-    assert "where" in {user.target.__name__ for user in topk.users if user.op == "call_function"}
+    assert topk.args[5] is not has_starts
+    functions = {user.target.__name__ for user in topk.users if user.op == "call_function"}
+    assert ("where" in functions) is has_starts
 
 
 def test_running_the_passes_again_changes_nothing() -> None:

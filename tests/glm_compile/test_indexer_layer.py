@@ -134,6 +134,27 @@ def test_three_ops_lie_between_the_layers_input_and_its_scores(kind, inner, monk
     ]
 
 
+@pytest.mark.parametrize("inner", ["eager", "inductor"])
+@pytest.mark.parametrize("kind", ["paged", "paged_fp8"])
+def test_scores_and_selection_follow_the_prologue_and_nothing_else_does(kind, inner, monkeypatch):
+    """No lengths and no filling up of short rows: each would be a launch of its own."""
+    case = Case(kind)
+    graphs = final_graphs(monkeypatch)
+    selected, *_ = case.compile(case.step(case.cache), inner)()
+    (graph,) = [module.graph for module in graphs]
+    calls = [n for n in graph.nodes if n.op == "call_function" and not layouts.is_getitem(n)]
+    names = [str(n.args[0] if "auto_func" in str(n.target) else n.target) for n in calls]
+    names = [n for c, n in zip(calls, names) if not canonical.is_view(c) and not _is_slice(c)]
+    assert [name for name in names if name != "aten.copy_.default"] == [
+        "glm.merged_linear.default",
+        "glm.rms_norm_linear.default",
+        PROLOGUE[kind],
+        "glm.indexer_scores_paged.default",
+        "glm.topk_select.default",
+    ]
+    assert selected.shape == (1, S, case.config.index_topk) and selected.min() >= 0
+
+
 def test_gates_in_fp32_are_a_linear_of_their_own(monkeypatch):
     case = Case("paged_fp8", has_fp32_gates=True)
     graphs = final_graphs(monkeypatch)
@@ -230,6 +251,16 @@ def test_compiled_prologue_is_three_launches(kind, has_fp32_gates):
     start = next(i for i, name in enumerate(names) if "rsqrt" in name)
     between = [name for name in names[start + 1 : end + 1] if "arange" not in name]
     assert len(between) <= 3 + has_fp32_gates, "\n".join(names)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("kind", ["paged", "paged_fp8"])
+def test_compiled_indexer_is_five_launches(kind):
+    case = Case(kind, "cuda", is_full_size=True)
+    names = launches(case.compile(case.step(case.cache), "inductor"))
+    assert len(names) == 5, "\n".join(names)
+    for name, part in zip(names[2:], ("indexer_prologue", "IndexerScores", "Topk"), strict=True):
+        assert part in name, "\n".join(names)
 
 
 @pytest.mark.gpu

@@ -85,6 +85,8 @@ def call(kind: str, case: Case, backend: str | None = None, **keywords: Any) -> 
             **keywords,
         )
     starts_BS = keywords.pop("starts_BS", None)
+    # make_case's rows see one key more each.
+    lengths = case.lengths_BS[:, 0] - 1 if keywords.get("is_causal") else case.lengths_BS
     q, weights, key_pages = case.q_BSHD, case.weights_BSH * head_dim**-0.5, case.key_pages
     if kind == "fp8":
         q, q_scale = fp8_quant(q)
@@ -94,7 +96,7 @@ def call(kind: str, case: Case, backend: str | None = None, **keywords: Any) -> 
         weights.reshape(-1, num_heads),
         key_pages,
         case.block_table,
-        case.lengths_BS.reshape(-1),
+        lengths.reshape(-1),
         num_keys,
         starts_R=None if starts_BS is None else starts_BS.reshape(-1),
         rows_per_sequence=num_queries,
@@ -301,6 +303,12 @@ def test_contiguous_refuses_wrong_arguments() -> None:
             indexer_scores(**{**good, **changes})
 
 
+@pytest.mark.parametrize("kind", ["paged", "fp8"])
+def test_causal_lengths_are_those_of_the_rows(kind: str) -> None:
+    case = make_case()
+    assert torch.equal(call(kind, case, is_causal=True), call(kind, case))
+
+
 def test_paged_refuses_wrong_arguments() -> None:
     case = make_case()
     good = {
@@ -322,6 +330,7 @@ def test_paged_refuses_wrong_arguments() -> None:
         ({"rows_per_sequence": 2}, "2 sequences of 2 rows expected, got 6 rows"),
         ({"weights_RH": case.weights_BSH[0]}, r"weights must be \[6, 16\], got"),
         ({"lengths_R": case.lengths_BS}, "lengths must hold one value a row"),
+        ({"is_causal": True}, r"lengths must .* shape \(2,\), got \(6,\)"),
     ):
         with pytest.raises(ValueError, match=f"indexer_scores_paged: {message}"):
             indexer_scores_paged(**{**good, **changes})
@@ -341,14 +350,15 @@ def test_ops_pass_opcheck() -> None:
     lengths = case.lengths_BS.flatten()
     paged = torch.ops.glm.indexer_scores_paged.default
     torch.library.opcheck(
-        paged, (*rows, case.key_pages, case.block_table, lengths, 150, None, mask, 3, "reference")
+        paged,
+        (*rows, case.key_pages, case.block_table, lengths, 150, None, mask, 3, False, "reference"),
     )
     q8 = fp8_quant(rows[0])[0]
     fp8_pages = to_fp8_pages(case.key_pages)
     # The schema test compares its inputs, which torch cannot do for FP8 on the CPU.
     torch.library.opcheck(
         paged,
-        (q8, rows[1], fp8_pages, case.block_table, lengths, 150, None, None, 3, ""),
+        (q8, rows[1], fp8_pages, case.block_table, lengths[:2], 150, None, None, 3, True, ""),
         test_utils=("test_autograd_registration", "test_faketensor", "test_aot_dispatch_dynamic"),
     )
 
@@ -406,6 +416,15 @@ def test_kernel_equals_reference(kind: str, dtype: torch.dtype) -> None:
     assert_kernel_equals_reference(
         kind, case, starts_BS=starts, key_mask=torch.rand(2, 1, 155) > 0.3
     )
+
+
+@pytest.mark.interpreter
+@pytest.mark.parametrize("kind", ["paged", "fp8"])
+def test_kernel_causal_lengths(kind: str) -> None:
+    case = make_case(num_queries=9, num_heads=5, head_dim=40)
+    assert_kernel_equals_reference(kind, case, is_causal=True)
+    case.lengths_BS = torch.tensor([[2**31 - 5], [-6]], dtype=torch.int32) + torch.arange(9)
+    assert_kernel_equals_reference(kind, case, is_causal=True)
 
 
 @pytest.mark.interpreter

@@ -109,6 +109,38 @@ def test_windows_and_mask(kind: str, index_dtype: torch.dtype) -> None:
 
 
 @pytest.mark.gpu
+@pytest.mark.parametrize(("num_batch", "num_queries"), [(1, 1), (1, 6), (3, 6), (2, 19)])
+@pytest.mark.parametrize("kind", ["paged", "fp8"])
+def test_causal_lengths(kind: str, num_batch: int, num_queries: int) -> None:
+    case = make_cute_case(num_batch=num_batch, num_queries=num_queries, num_keys=5000)
+    want = call(kind, case, "cute")
+    for index_dtype in (torch.int32, torch.int64):
+        case.lengths_BS = case.lengths_BS.to(index_dtype)
+        got = call(kind, case, "cute", is_causal=True)
+        assert torch.equal(got[case.is_inside_BST], want[case.is_inside_BST])
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("kind", ["paged", "fp8"])
+def test_pages_that_the_kernel_ahead_writes(kind: str) -> None:
+    """Pages, table and lengths are written just before the launch, which looks at them early."""
+    case = make_cute_case(num_batch=1, num_keys=40_000)
+    inside = case.is_inside_BST
+    want = call(kind, case, "reference")
+    table, lengths, pages = case.block_table, case.lengths_BS, case.key_pages
+    for stale in (-1, 0, 2**31 - 1):
+        case.block_table = torch.full_like(table, stale)
+        case.lengths_BS, case.key_pages = torch.full_like(lengths, stale), torch.zeros_like(pages)
+        torch.cuda.synchronize()
+        case.key_pages.copy_(pages)
+        case.lengths_BS.copy_(lengths)
+        case.block_table.copy_(table)
+        got = call(kind, case, "cute")
+        _, sizes = oracle(kind, case)
+        assert ((got - want).abs() / sizes)[inside].max() <= TOLERANCE[kind]
+
+
+@pytest.mark.gpu
 @pytest.mark.parametrize("kind", ["paged", "fp8"])
 def test_positions_without_a_page_score_minus_infinity(kind: str) -> None:
     case = make_cute_case(num_keys=190)
@@ -375,10 +407,9 @@ def test_launch_hands_over_what_the_caller_gave(
                 )
                 return
             assert softmax_scale == 1.0
+            windows = (lengths, scores.shape[1], starts, mask, num_queries, variant.is_causal)
             scores.copy_(
-                op_module.indexer_scores_paged_reference(
-                    q, weights, keys, table, lengths, scores.shape[1], starts, mask, num_queries
-                )
+                op_module.indexer_scores_paged_reference(q, weights, keys, table, *windows)
             )
 
         return launch
@@ -394,7 +425,10 @@ def test_launch_hands_over_what_the_caller_gave(
         "starts_BS": torch.randint(0, 60, case.lengths_BS.shape),
         "key_mask": torch.rand(2, 1, 155) > 0.4,
     }
-    for given in ({}, keywords):
+    all_given: list[dict[str, Any]] = [{}, keywords]
+    if kind != "contiguous":
+        all_given.append({"is_causal": True})
+    for given in all_given:
         assert torch.equal(
             call(kind, case, "cute", **given), call(kind, case, "reference", **given)
         )
@@ -438,6 +472,7 @@ def variants() -> dict[str, Any]:
         "fp8, everything": dataclasses.replace(
             fp8, has_mask=True, start_dtype=torch.int64, length_dtype=torch.int64
         ),
+        "fp8, causal": dataclasses.replace(fp8, has_weight_pairs=True, is_causal=True),
         "bf16": exact,
         "bf16, prefill": dataclasses.replace(exact, num_rows=8, has_weight_pairs=True),
         "bf16, contiguous": dataclasses.replace(
@@ -466,6 +501,7 @@ def compiled(variant: Any, folder: Path) -> CompiledKernel:
         "fp8, one row",
         "fp8, 8 rows",
         "fp8, everything",
+        "fp8, causal",
         "bf16",
         "bf16, prefill",
         "bf16, contiguous",

@@ -149,6 +149,31 @@ def test_plan_changes_nothing(index_dtype: torch.dtype) -> None:
     assert torch.equal(got, topk_oracle.select(scores, lengths.tolist(), K, starts.tolist()))
 
 
+@pytest.mark.parametrize("index_dtype", [torch.int32, torch.int64])
+@pytest.mark.parametrize("rows_per_sequence", [1, 6])
+def test_causal_lengths_grow_by_a_token_a_row(
+    index_dtype: torch.dtype, rows_per_sequence: int
+) -> None:
+    scores = torch.randn(5 * rows_per_sequence, 60)
+    cached = torch.tensor([0, -4, 37, 58, torch.iinfo(index_dtype).max - 7], dtype=index_dtype)
+    got = topk_select(scores, cached, K, rows_per_sequence=rows_per_sequence, is_causal=True)
+    lengths = [c + s + 1 for c in cached.tolist() for s in range(rows_per_sequence)]
+    assert torch.equal(got, topk_oracle.select(scores, lengths, K))
+
+
+@pytest.mark.parametrize("num_keys", [0, 1, K - 1, K, K + 1, 70])
+def test_repeats_the_last_position_instead_of_minus_one(num_keys: int) -> None:
+    scores = topk_oracle.adversarial_rows(num_keys)
+    for lengths in (full(scores), full(scores) // 3):
+        want = topk_oracle.select(scores, lengths.tolist(), K)
+        got = topk_select(scores, lengths, K, repeat_last=True)
+        assert torch.equal(got, topk_oracle.repeat_last(want))
+        batch, width = (scores[None], lengths[None], K), min(K, num_keys)
+        if width:
+            masked = masked_topk(*batch, repeat_last=True)
+            assert torch.equal(masked[0], topk_oracle.repeat_last(want[:, :width]))
+
+
 @hypothesis.settings(deadline=None, max_examples=60)
 @hypothesis.given(
     row=strategies.lists(strategies.floats(width=32), min_size=1, max_size=40),
@@ -182,6 +207,12 @@ def test_any_row_of_floats(row: list[float], start: int, length: int, k: int) ->
         ({"block_table": torch.ones(2, dtype=torch.int32)}, "block_table must be"),
         ({"block_table": torch.ones(3, 1, dtype=torch.int32)}, "3 sequences of 1 rows expected"),
         ({"rows_per_sequence": 0}, ".* must be at least 1, got 0 and 64"),
+        ({"is_causal": True, "rows_per_sequence": 3}, "causal lengths need whole .* of 3 rows"),
+        ({"is_causal": True, "rows_per_sequence": 2}, r"lengths .* shape \(1,\), got \(2,\)"),
+        (
+            {"block_table": torch.ones(2, 1, dtype=torch.int32), "repeat_last": True},
+            "repeat_last repeats a position, .* leave one of them out",
+        ),
         ({"backend": "cuda"}, "unknown backend 'cuda'; this op has 'cute', 'triton', 'reference'"),
         ({"backend": "triton"}, "backend 'triton' cannot run this call: .*CUDA"),
         (
@@ -190,8 +221,8 @@ def test_any_row_of_floats(row: list[float], start: int, length: int, k: int) ->
         ),
         ({"backend": "cute", "k": 2049}, "backend 'cute' cannot run .* at most 2048, got 2049"),
         (
-            {"backend": "cute", "scores_RT": torch.ones(1, 1).expand(2, 2**20 + 1)},
-            "backend 'cute' cannot run .* 1048576 of them, got 1048577",
+            {"backend": "cute", "scores_RT": torch.ones(1, 1).expand(2, 2**21 + 1)},
+            "backend 'cute' cannot run .* 2097152 of them, got 2097153",
         ),
         (
             {"backend": "cute", "scores_RT": torch.ones(4, 2).T},
@@ -219,14 +250,17 @@ def test_ops_pass_opcheck() -> None:
     starts, table = torch.tensor([0, 2, 0, 1]), torch.arange(8, dtype=torch.int32).reshape(2, 4)
     check = torch.library.opcheck
     select = torch.ops.glm.topk_select.default
-    check(select, (scores, lengths, 8, None, None, None, 1, 64, ""))
-    check(select, (scores.T.contiguous().T, lengths, 8, starts, None, table, 2, 16, "reference"))
+    check(select, (scores, lengths, 8, None, None, None, 1, 64, False, True, ""))
+    turned = scores.T.contiguous().T
+    check(select, (turned, lengths, 8, starts, None, table, 2, 16, False, False, "reference"))
+    check(select, (scores, lengths[:2], 8, starts, None, None, 2, 64, True, True, ""))
     check(torch.ops.glm.topk_plan.default, (lengths, 8, starts))
     masked = torch.ops.glm.masked_topk.default
     batch = scores.reshape(2, 2, 30)
     mask = torch.rand(2, 1, 32) > 0.5
     check(masked, (batch, lengths.reshape(2, 2), starts.reshape(2, 2), mask, 8))
     check(masked, (batch, lengths.reshape(2, 2), None, None, 64))
+    check(masked, (batch, lengths.reshape(2, 2), None, mask, 8, True))
 
 
 def test_compiles_once_for_every_number_of_keys() -> None:
@@ -339,6 +373,21 @@ def test_kernel_windows_and_pages(num_slices: int, index_dtype: torch.dtype) -> 
 
 
 @pytest.mark.interpreter
+@pytest.mark.parametrize("num_slices", [1, 4])
+def test_kernel_repeats_the_last_position(num_slices: int) -> None:
+    scores = topk_oracle.adversarial_rows(90)[:21]
+    cached = torch.tensor([-9, 0, 5, 38, 84, 86, 2**31 - 2], dtype=torch.int32)
+    lengths = [c + s + 1 for c in cached.tolist() for s in range(3)]
+    config = TopkConfig(16, 4, num_slices)
+    keywords: dict[str, Any] = {"rows_per_sequence": 3, "is_causal": True, "config": config}
+    for k in (7, 100):
+        want = topk_oracle.select(scores, lengths, k)
+        assert torch.equal(run_kernel(scores, cached, k, **keywords), want)
+        got = run_kernel(scores, cached, k, repeat_last=True, **keywords)
+        assert torch.equal(got, topk_oracle.repeat_last(want))
+
+
+@pytest.mark.interpreter
 @pytest.mark.parametrize("num_slices", [1, 2])
 def test_kernel_row_offsets_are_64_bit(tmp_path: Path, num_slices: int) -> None:
     """Two rows 2^31 + 64 elements apart, in a sparse file: a 32-bit offset reads elsewhere."""
@@ -374,9 +423,9 @@ def kernel_arguments(num_keys: int, paged: bool) -> tuple[list[Any], list[Any], 
     def empty(*shape: int, dtype: torch.dtype = torch.int32) -> torch.Tensor:
         return torch.empty(shape, dtype=dtype, device="meta")
 
-    rows = [empty(6, num_keys, dtype=torch.float32), num_keys, 1, empty(6), 1, None, 0, None]
+    rows = [empty(6, num_keys, dtype=torch.float32), num_keys, 1, empty(6), 1, None, 0, None, 6]
     scratch = [empty(6, 4, 32, 256), empty(6, 4, 3), empty(6, 32)]
-    table = [empty(1, 2048), 2048, 1, 2048, 6] if paged else [None, 0, 0, 0, 1]
+    table = [empty(1, 2048), 2048, 1, 2048] if paged else [None, 0, 0, 0]
     return rows, scratch, table
 
 
@@ -389,12 +438,13 @@ def test_kernels_fit_in_registers(arch: str, paged: bool) -> None:
     rows, scratch, table = kernel_arguments(131_072, paged)
     end = [torch.empty(6, 2048, dtype=torch.int32, device="meta"), 131_072, 2048]
     config = default_config(6, 131_072, 132)
-    shape = {"BLOCK": config.block}
+    shape = {"BLOCK": config.block, "IS_CAUSAL": True}
     slices = {**shape, "NUM_SLICES": config.num_slices}
+    output = {"PAGE_SIZE": 64, "REPEAT_LAST": not paged}
     compiled = [
         compile_triton(kernel, arguments, constexprs, arch, num_warps=config.num_warps)
         for kernel, arguments, constexprs in (
-            (triton_kernel.topk_row_kernel, [*rows, *table, *end], {**shape, "PAGE_SIZE": 64}),
+            (triton_kernel.topk_row_kernel, [*rows, *table, *end], {**shape, **output}),
             (
                 triton_kernel.topk_histogram_kernel,
                 [*rows, *scratch, *end[1:]],
@@ -403,7 +453,7 @@ def test_kernels_fit_in_registers(arch: str, paged: bool) -> None:
             (
                 triton_kernel.topk_compact_kernel,
                 [*rows, *scratch, *table, *end],
-                {**slices, "PAGE_SIZE": 64},
+                {**slices, **output},
             ),
         )
     ]

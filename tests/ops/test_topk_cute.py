@@ -87,13 +87,14 @@ def test_every_variant_of_the_table_fits_in_registers(variant: Variant, tmp_path
     "changes",
     [
         {"has_starts": True, "has_table": True, "is_vector": False},
-        {"has_plan": True},
+        {"has_plan": True, "repeat_last": True},
+        {"is_causal": True, "repeat_last": True},
         {"has_starts": True, "has_table": True, "lengths_64": True, "starts_64": True}
         | {"table_64": True},
     ],
-    ids=["starts-table-scalar", "plan", "int64"],
+    ids=["starts-table-scalar", "plan-repeat", "causal-repeat", "int64"],
 )
-@pytest.mark.parametrize("shape", [(6, 131_072), (6, 262_144), (6, 1_048_576), (200, 1_048_576)])
+@pytest.mark.parametrize("shape", [(6, 8192), (6, 131_072), (6, 1_048_576), (200, 1_048_576)])
 def test_arguments_fit_in_registers(
     shape: tuple[int, int], changes: dict[str, bool], tmp_path: Path
 ) -> None:
@@ -193,7 +194,7 @@ def check(scores: torch.Tensor, lengths: torch.Tensor, k: int = K, **keywords: A
     keywords.pop("plan", None)
     want = topk_select_reference(scores, lengths, k, starts, **keywords)
     wrong = (got != want).any(dim=1).nonzero().flatten().tolist()
-    assert not wrong, f"rows {wrong} of {tuple(scores.shape)}, lengths {lengths[wrong].tolist()}"
+    assert not wrong, f"rows {wrong} of {tuple(scores.shape)}, lengths {lengths.tolist()}"
     return got
 
 
@@ -251,6 +252,35 @@ def test_gpu_windows_pages_and_layouts(shape: tuple[int, int]) -> None:
             check(scores, some, starts_R=first, plan=topk_plan(some, K, starts_R=first))
     no_pages = topk_select(views[0], lengths, 3, block_table=table[:, :0], backend="cute", **pages)
     assert (no_pages == -1).all()
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("num_keys", [700, 2500, 8192, 90_000, 131_072, 262_144, 2**20 + 64])
+@pytest.mark.parametrize("num_rows", [6, 72])
+def test_gpu_repeated_positions_and_causal_lengths(num_rows: int, num_keys: int) -> None:
+    if num_rows * num_keys > 2**25:
+        num_rows = 12
+    scores = hard_rows(num_rows, num_keys)
+    scores[1::4] = -math.inf
+    scores[2::4, 900:] = math.nan
+    lengths = border_lengths(num_rows, num_keys)
+    lengths[1::3] = torch.randint(0, K, lengths[1::3].shape, device="cuda").int()
+    check(scores, lengths, repeat_last=True)
+    check(scores, lengths, plan=topk_plan(lengths, K), repeat_last=True)
+    check(scores, lengths, 7, repeat_last=True)
+    for index_dtype in (torch.int32, torch.int64):
+        cached = lengths[: num_rows // 3].to(index_dtype)
+        causal: dict[str, Any] = {"rows_per_sequence": 3, "is_causal": True}
+        check(scores, cached, **causal)
+        check(scores, cached, repeat_last=True, **causal)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("num_keys", [2**20 - 1, 2**20, 2**20 + 1, 2**20 + 64, 2**21 - 1, 2**21])
+def test_gpu_rows_of_more_than_a_million(num_keys: int) -> None:
+    lengths = torch.full((7,), num_keys, dtype=torch.int32, device="cuda")
+    lengths[3:] = torch.tensor([2**20 - 1, 2**20, 2**20 + 1, num_keys - 1])
+    check(hard_rows(7, num_keys), lengths)
 
 
 @pytest.mark.gpu

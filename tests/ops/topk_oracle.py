@@ -32,6 +32,14 @@ def select(
     return torch.tensor(picked, dtype=torch.int32).reshape(len(lengths), k)
 
 
+def repeat_last(positions: torch.Tensor) -> torch.Tensor:
+    """The rows with their last position instead of -1; 0 in a row that has none."""
+    rows = [[p for p in row if p >= 0] for row in positions.tolist()]
+    width = positions.shape[1]
+    filled = [row + (row[-1:] or [0]) * (width - len(row)) for row in rows]
+    return torch.tensor(filled, dtype=positions.dtype).reshape(positions.shape)
+
+
 def to_slots(
     positions: torch.Tensor, table: torch.Tensor, rows: int, page_size: int
 ) -> torch.Tensor:

@@ -16,11 +16,16 @@ from glm_compile.ops._cute.device import (
     store_global,
 )
 from glm_compile.ops.topk._cute.entries import VECTOR, is_selected
+from glm_compile.ops.topk.config import Variant
 
 
 class Output:
-    """Methods of the kernel that write the result."""
+    """Methods of the kernel that write the result.
 
+    `places` is (how many selected positions lower ranks hold, how many the row has).
+    """
+
+    variant: Variant
     num_threads: int
     num_warps: int
     cluster: int
@@ -28,10 +33,12 @@ class Output:
     words_per_thread: int
 
     @cute.jit
-    def _write_own(self, shared, entries, t_key, t_position, base, target, tid, rank) -> None:
+    def _write_own(self, shared, entries, threshold, places, target, tid, rank) -> None:
         """Write the selected positions from keys in registers. A tile of VECTOR keys a thread is
         in order over the threads, so each tile's counts are scanned, two in a word."""
         _selected, out_address, table, *_rest = target
+        t_key, t_position = threshold
+        base, num_selected = places
         has_table = cutlass.const_expr(table is not None)
         num_tiles = cutlass.const_expr(len(entries.keys) // VECTOR)
         flags = []
@@ -72,18 +79,19 @@ class Output:
                     store_global(out_address + Int64(slot) * 4, position, flag)
                 if flag:
                     slot += 1
-        self._write_rest(target, slot_base, tid, rank)
+        self._write_rest(target, base, slot_base, num_selected, tid, rank)
 
     @cute.jit
     def _write_listed(
-        self, shared, entries, t_key, t_position, base, slice_first, target, tid, rank
+        self, shared, entries, threshold, places, slice_first, target, tid, rank
     ) -> None:
         """Write the selected positions from entries in any order, which a bitmap puts in order."""
+        t_key, t_position = threshold
         bitmap = shared_address(shared.bitmap.iterator)
         mark = functools.partial(self._mark, bitmap, t_key, t_position, slice_first)
         entries.fold(mark, Int32(0))
         cute.arch.sync_threads()
-        self._write_marked(shared, base, slice_first, target, tid, rank)
+        self._write_marked(shared, places, slice_first, target, tid, rank)
 
     @cute.jit
     def _mark(self, bitmap, t_key, t_position, slice_first, key, position, carry):
@@ -94,8 +102,9 @@ class Output:
         return carry
 
     @cute.jit
-    def _write_marked(self, shared, base, slice_first, target, tid, rank) -> None:
+    def _write_marked(self, shared, places, slice_first, target, tid, rank) -> None:
         """Write the positions of the set bits."""
+        base, num_selected = places
         own = Int32(0)
         for i in cutlass.range_constexpr(self.words_per_thread):
             word = tid * self.words_per_thread + i
@@ -113,7 +122,7 @@ class Output:
                 self._write(target, slot, slice_first + word * WARP + bit)
                 slot += 1
                 bits = bits & (bits - 1)
-        self._write_rest(target, base + total, tid, rank)
+        self._write_rest(target, base, base + total, num_selected, tid, rank)
 
     @cute.jit
     def _write(self, target, slot, position) -> None:
@@ -131,11 +140,23 @@ class Output:
         selected[row, slot] = value
 
     @cute.jit
-    def _write_rest(self, target, num_selected, tid, rank) -> None:
-        """The last block, which knows the row's count, fills up with -1."""
+    def _write_rest(self, target, base, end, num_selected, tid, rank) -> None:
+        """Fill up the row behind its last selected position, which is in places `base` to `end` of
+        the block that does so; the cluster's last block fills a row without one."""
         selected, _out_address, _table, row, k, _rows_per_sequence, _page_size = target
-        if rank == self.cluster - 1:
-            slot = num_selected + tid
-            while slot < k:
-                selected[row, slot] = Int32(-1)
-                slot += self.num_threads
+        if num_selected < k:
+            value = Int32(-1)
+            is_mine = rank == self.cluster - 1
+            if cutlass.const_expr(self.variant.repeat_last):
+                value = Int32(0)
+                is_mine = is_mine and num_selected == 0
+                # This block wrote it: a barrier is all that the load needs.
+                cute.arch.sync_threads()
+                if base < num_selected and num_selected <= end:
+                    value = selected[row, num_selected - 1]
+                    is_mine = True
+            if is_mine:
+                slot = num_selected + tid
+                while slot < k:
+                    selected[row, slot] = value
+                    slot += self.num_threads

@@ -249,7 +249,7 @@ class Stream(Threshold):
                     shared.state[BUFFERED] = Int32(full)
                 cute.arch.sync_threads()
                 entries = BufferEntries(shared, tid, self.num_threads, holds_keys=False)
-                t_key, t_position, _base, _turn = self._select(
+                t_key, t_position, _base, _num_selected, _turn = self._select(
                     shared, entries, k, window, tid, Int32(0), 1, turn
                 )
                 self._keep_best(shared, Int32(full), t_key, t_position, tid)

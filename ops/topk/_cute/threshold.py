@@ -61,8 +61,9 @@ class Threshold:
         """Find the threshold, what is at or before it are the best k of the window.
 
         `is_tied` says, where it is known, that the last of them probably equals many others.
-        Returns (key of the last of them, its position, how many of them lower ranks hold, turn of
-        the cluster's next exchange). This turn's histogram is clear before and after.
+        Returns (key of the last of them, its position, how many of them lower ranks hold, how many
+        there are, turn of the cluster's next exchange). This turn's histogram is clear before and
+        after.
         """
         if tid == 0:
             # Seen by the block after the barriers of `_find_bin`.
@@ -75,6 +76,7 @@ class Threshold:
         )
         if cutlass.const_expr(cluster > 1):
             turn += 1
+        num_selected = cutlass.min(total, k)
         low, high = self._coarse_interval(bin_index)
         wanted = k - above
         # The candidates' keys are in [low, high]; `by_position` set, they all equal `tied` and are
@@ -143,7 +145,7 @@ class Threshold:
             is_before = lane < count and source < rank
             is_before = is_before and is_selected(key, position, t_key, t_position)
             base += Int32(cute.arch.popc(cute.arch.vote_ballot_sync(is_before)))
-        return t_key, t_position, base, turn
+        return t_key, t_position, base, num_selected, turn
 
     @cute.jit
     def _tighten(self, shared, entries, low, high, tid, rank, cluster: cutlass.Constexpr, turn):
