@@ -31,8 +31,9 @@ from glm_compile.mtp import GlmMoeDsaMtp
 
 #: Names of what an iteration is made of, in its order.
 PHASES = ("verify", "accept", "draft-extend", "drafts", "relay")
-# Kernels that end a phase: greedy drafts end in an argmax, of one launch or two.
-_ACCEPT, _ARGMAX, _ARGMAX_END = "accept_block_kernel", "row_argmax_kernel", "best_part_kernel"
+# Kernels that end a phase: greedy drafts end in an argmax, of one launch or two. The name of a
+# kernel in CuTe DSL holds its module's.
+_ACCEPT, _ARGMAX, _ARGMAX_END = "accept_block_kernel", "row_argmax", "best_part_kernel"
 # A graph of fewer kernels is no iteration.
 _MIN_KERNELS = 20
 
@@ -173,6 +174,36 @@ def replay_us(graphed: Any, count: int = 20) -> float | None:
     return start.elapsed_time(end) / count * 1e3
 
 
+def idle_between(call: Callable[[], Any]) -> tuple[float, float]:
+    """(microseconds between an iteration and the next, share of them), medians of one call.
+
+    By events around each replay, without a profiler, which slows the launches of graphs down and so
+    makes gaps of its own; the events' own time is in it.
+    """
+    events: list[tuple[torch.cuda.Event, torch.cuda.Event]] = []
+    replay = torch.cuda.CUDAGraph.replay
+
+    def timed(graph: torch.cuda.CUDAGraph) -> None:
+        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        start.record()
+        replay(graph)
+        end.record()
+        events.append((start, end))
+
+    torch.cuda.CUDAGraph.replay = timed  # type: ignore[method-assign]
+    try:
+        call()
+    finally:
+        torch.cuda.CUDAGraph.replay = replay  # type: ignore[method-assign]
+    torch.cuda.synchronize()
+    pairs = list(itertools.pairwise(events[2:]))
+    if not pairs:
+        raise ValueError("idle_between: too few captured iterations; decode more tokens")
+    idle = statistics.median(one[1].elapsed_time(other[0]) for one, other in pairs)
+    period = statistics.median(one[0].elapsed_time(other[0]) for one, other in pairs)
+    return idle * 1e3, idle / period
+
+
 # -- traces ----------------------------------------------------------------------------------------
 
 
@@ -235,7 +266,7 @@ def trace_call(call: Callable[[], Any], target: Path | None = None) -> Trace:
     """Run a call under the profiler; the Chrome trace goes to `target`."""
     from torch.profiler import ProfilerActivity, profile
 
-    with profile(activities=[ProfilerActivity.CPU, ProfilerActivity.CUDA]) as profiler:
+    with profile(activities=[ProfilerActivity.CUDA]) as profiler:
         call()
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "trace.json"

@@ -62,8 +62,10 @@ def plot(trace: Trace, target: Path, title: str) -> None:
         draw(axes, span, 0, WAIT_COLOR if span.name == WAIT else HOST_COLOR, start, end)
     handles = [pyplot.Rectangle((0, 0), 1, 1, color=color) for color in COLORS.values()]
     names = list(COLORS)
+    has_copies = any(span.end > start and span.start < end for span in trace.between)
+    copies = [("results to the host", COPY_COLOR)] if has_copies else []
     for name, color in (
-        ("results to the host", COPY_COLOR),
+        *copies,
         ("host: launches", HOST_COLOR),
         ("host: waits for results", WAIT_COLOR),
     ):

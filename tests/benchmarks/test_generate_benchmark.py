@@ -34,6 +34,7 @@ from tests.benchmarks.conftest import device
 from tests.benchmarks.decoding_runs import (
     MeasuredLoop,
     decode,
+    idle_between,
     make_mtp,
     make_slice,
     measured,
@@ -152,11 +153,13 @@ def test_iteration(
         text += f", {measure.accept_length:.2f} tokens each, {measure.tokens_per_s:.0f} tokens/s"
     if mode == "graph, overlap" and not benchmark.disabled:
         with measured(is_filled):
+            idle_us, idle_share = idle_between(call)
             trace = trace_call(call)
-        facts |= {"idle_share": trace.idle_share, "phases": phase_times(trace)}
+        facts |= {"idle_us": idle_us, "idle_share": idle_share, "phases": phase_times(trace)}
         facts["num_kernels"] = trace.iterations[-1].num_kernels
         phases = ", ".join(f"{phase} {us:.0f}" for phase, us in facts["phases"].items())
-        text += f", GPU idle {trace.idle_share:.2%}, {facts['num_kernels']} kernels ({phases})"
+        text += f", GPU idle {idle_us:.1f} us = {idle_share:.2%}, {facts['num_kernels']} kernels"
+        text += f" ({phases})"
     lines.append(text)
     note(benchmark, measure.wall_us, **facts)
     assert measure.num_iterations > 1 and measure.wall_us > 0
