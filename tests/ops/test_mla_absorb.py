@@ -6,10 +6,13 @@ L rank of the latent, V value dim.
 
 from __future__ import annotations
 
+import itertools
 import re
 
 import pytest
 import torch
+from transformers.models.glm_moe_dsa.modeling_glm_moe_dsa import apply_rotary_pos_emb_interleave
+from transformers.models.llama.modeling_llama import apply_rotary_pos_emb
 
 from glm_compile.ops.mla_absorb import absorb_query, project_values
 
@@ -88,6 +91,80 @@ def check_outputs(outputs, inputs):
     return outputs
 
 
+def make_tables(q_rot, num_batch_rows=None):
+    """cos and sin of random angles for such queries."""
+    *rows, _, num_rotated = q_rot.shape
+    if num_batch_rows is not None:
+        rows[0] = num_batch_rows
+    angles = torch.randn(*rows, num_rotated // 2).repeat(*[1] * len(rows), 2)
+    return [table.to(q_rot.device, q_rot.dtype) for table in (angles.cos(), angles.sin())]
+
+
+def check_rotation(inputs, backend=None):
+    """Both styles: the product as without a rotation, and the bits of transformers behind it."""
+    q_nope, q_rot, _, weight = inputs
+    alone = absorb_query(q_nope, q_rot, weight, backend="reference")
+    rank = weight.shape[1]
+    batches = [None, 1] if q_rot.dim() == 4 else [None]
+    for interleaved, num_batch_rows in itertools.product((True, False), batches):
+        cos, sin = make_tables(q_rot, num_batch_rows)
+        options = {"cos": cos, "sin": sin, "interleaved": interleaved}
+        output = absorb_query(q_nope, q_rot, weight, **options, backend=backend)
+        assert output.is_contiguous() and output.shape == alone.shape
+        tolerance = max(2 * torch.finfo(weight.dtype).eps, 1e-5)
+        torch.testing.assert_close(
+            output[..., :rank], alone[..., :rank], rtol=tolerance, atol=tolerance
+        )
+        rope = apply_rotary_pos_emb_interleave if interleaved else apply_rotary_pos_emb
+        # On the CPU, where nothing contracts products and sums.
+        turned = rope(q_rot.cpu(), q_rot.cpu(), cos.cpu(), sin.cpu(), unsqueeze_dim=-2)[0]
+        actual = output[..., rank:].cpu()
+        if weight.dtype == torch.float32 and weight.is_cuda:
+            torch.testing.assert_close(actual, turned, rtol=1e-6, atol=1e-6)
+        else:
+            assert torch.equal(actual, turned)
+
+
+ROTATED_SIZES = [(3, 7, 6, 9, 11), (4, 24, 8, 32, 16), (1, 16, 0, 33, 1)]
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("sizes", ROTATED_SIZES)
+@pytest.mark.parametrize("rows", [(6,), (2, 3), (0,), (1, 17)])
+def test_rotation_has_the_bits_of_transformers(rows, sizes, dtype):
+    check_rotation(make_inputs(rows, sizes, dtype))
+
+
+@pytest.mark.interpreter
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("rows", [(2, 3), (0,), (17,)])
+@pytest.mark.parametrize("backend", ["triton", "library"])
+def test_triton_rotation(backend, rows, dtype):
+    for sizes in ROTATED_SIZES[:2]:
+        check_rotation(make_inputs(rows, sizes, dtype), backend)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("sizes", [ROTATED_SIZES[0], (64, 192, 64, 512, 256)])
+@pytest.mark.parametrize("rows", [(6,), (2, 3), (0,), (1, 33)])
+@pytest.mark.parametrize("backend", [None, "triton", "library"])
+def test_rotation_on_a_gpu(backend, rows, sizes, dtype):
+    torch.backends.cuda.matmul.allow_tf32 = False
+    check_rotation(make_inputs(rows, sizes, dtype, "cuda"), backend)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("sizes", [(64, 192, 64, 512, 256), (3, 32, 6, 64, 48)])
+@pytest.mark.parametrize("rows", [(1,), (2, 5), (16,), (3, 11)])
+def test_streaming_kernel_rotates(rows, sizes):
+    pytest.importorskip("cutlass")
+    inputs = make_inputs(rows, sizes, device="cuda")
+    check_rotation(inputs, "cute")
+    q_nope, q_rot, _, _ = spread_apart(*inputs)
+    check_rotation((q_nope, q_rot, None, inputs[3]), "cute")
+
+
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("sizes", SIZES)
 @pytest.mark.parametrize("rows", [(1,), (6,), (17,), (2, 3), (0,), (2, 0)])
@@ -149,9 +226,10 @@ def test_opcheck():
     for rows in ((6,), (2, 3)):
         q_nope, q_rot, o, weight = make_inputs(rows, SIZES[0])
         ops = torch.ops.glm
-        torch.library.opcheck(
-            ops.mla_absorb_query.default, (q_nope, q_rot, weight, None, None, True, "")
-        )
+        tables = make_tables(q_rot[..., :4])
+        for part, cos, sin in ((q_rot, None, None), (q_rot[..., :4], *tables)):
+            call = (q_nope, part, weight, cos, sin, True, "")
+            torch.library.opcheck(ops.mla_absorb_query.default, call)
         torch.library.opcheck(ops.mla_project_values.default, (o, weight, 11, ""))
 
 
@@ -190,6 +268,22 @@ def test_wrong_queries_are_named(change, reason):
     q_nope, q_rot, _, weight = change(*make_inputs((2,), SIZES[0]))
     with pytest.raises(ValueError, match=f"absorb_query: .*{reason}"):
         absorb_query(q_nope, q_rot, weight)
+
+
+@pytest.mark.parametrize(
+    ("change", "reason"),
+    [
+        (lambda cos, sin: (cos, None), "cos and sin go together, got only cos"),
+        (lambda cos, sin: (cos.float(), sin), "cos torch.float32"),
+        (lambda cos, sin: (cos, sin[:, :2]), r"must be \[2, 3, 8\] .*or of one batch row"),
+        (lambda cos, sin: (cos[..., :6], sin[..., :6]), r"cos and sin must be \[2, 3, 8\]"),
+    ],
+)
+def test_wrong_tables_are_named(change, reason):
+    q_nope, q_rot, _, weight = make_inputs((2, 3), SIZES[3])
+    cos, sin = change(*make_tables(q_rot))
+    with pytest.raises(ValueError, match=f"absorb_query: .*{reason}"):
+        absorb_query(q_nope, q_rot, weight, cos=cos, sin=sin)
 
 
 @pytest.mark.parametrize(
@@ -248,7 +342,7 @@ def test_triton_compiles_without_spilling(arch, product, dtype):
     def meta(*shape):
         return torch.empty(shape, dtype=dtype, device="meta")
 
-    x = meta(1, 6, 64, 256)
+    x, cos = meta(1, 6, 64, 256), meta(1, 6, 64)
     weight = meta(64, 448, 512)
     if product == "query":
         x, weight, copied = x[..., :192], weight[:, :192].transpose(1, 2), x[..., 192:]
@@ -262,6 +356,7 @@ def test_triton_compiles_without_spilling(arch, product, dtype):
         (
             *(x, *x.stride(), weight, *weight.stride()),
             *(copied, *(copied.stride() if copied is not None else (0, 0, 0, 0))),
+            *((cos, *cos.stride()) * 2 if copied is not None else (None, 0, 0, 0) * 2),
             *(meta(6, 64, width), 64 * width, width, 6, 6),
         ),
         {
@@ -272,6 +367,8 @@ def test_triton_compiles_without_spilling(arch, product, dtype):
             "BLOCK_F": block_f,
             "BLOCK_K": block_k,
             "BLOCK_P": 64,
+            "ROTATED": copied is not None,
+            "INTERLEAVED": True,
         },
         arch,
         num_warps=4,

@@ -93,18 +93,26 @@ def test_refused_with_a_reason(change, reason):
 @pytest.mark.compile_only
 @pytest.mark.parametrize("arch", ["sm_90a", "sm_100a"])
 @pytest.mark.parametrize("row_blocks", [1, 2])
-@pytest.mark.parametrize("sizes", [RELEASE, SIZES[3], SIZES[4], SIZES[5]])
-def test_compiles_without_spilling(sizes, row_blocks, arch, tmp_path):
+@pytest.mark.parametrize(
+    ("sizes", "rotation"),
+    [
+        *((sizes, None) for sizes in (RELEASE, SIZES[3], SIZES[4], SIZES[5])),
+        (RELEASE, "interleaved"),
+        (SIZES[4], "half split"),
+    ],
+)
+def test_compiles_without_spilling(sizes, rotation, row_blocks, arch, tmp_path):
     pytest.importorskip("cutlass")
     from glm_compile.ops.mla_absorb.cute_kernel import MlaAbsorbKernel, Variant, compile_variant
     from tests.compile_only import compile_cute
 
     H, N, P, L, V = sizes
-    is_early = has_early_dependents(H)
-    for name, variant in (
-        ("query", Variant(N, L, query_tile(H, L), True, row_blocks, P, lets_in_early=is_early)),
-        ("values", Variant(L, V, value_tile(H, V), False, row_blocks, lets_in_early=is_early)),
-    ):
+    early = {"lets_in_early": has_early_dependents(H)}
+    query = Variant(N, L, query_tile(H, L), True, row_blocks, P, rotation, **early)
+    values = Variant(L, V, value_tile(H, V), False, row_blocks, **early)
+    for name, variant in {"query": query, "values": values}.items():
+        if name == "values" and rotation is not None:
+            continue
         folder = tmp_path / name
         folder.mkdir()
         compiled = compile_cute(
@@ -118,6 +126,7 @@ def test_compiles_without_spilling(sizes, row_blocks, arch, tmp_path):
         assert kernel.num_rows * variant.tile * 4 <= kernel.part_bytes
         assert "mma.sync.aligned.m16n8k16" in compiled.ptx
         assert ("ldmatrix" in compiled.ptx) == variant.is_transposed
+        assert ("mul.rn.bf16x2" in compiled.ptx) == (variant.rotation is not None)
         # The matrix is asked for before the kernels ahead have ended.
         wait = compiled.ptx.index("griddepcontrol.wait")
         assert compiled.ptx.index("cp.async.bulk.tensor") < wait
