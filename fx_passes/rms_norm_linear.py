@@ -16,7 +16,10 @@ layer's attention a dense layer is then three kernels, each of which reads its w
 ahead ends. fp32 models have no candidates, as the op is for bf16.
 
 Declines norms of a linear's output that something else than bf16 linears reads. Other norms with
-such a reader (before a router; the last one, whose output is the model's) are no candidates.
+such a reader (before a router; the last one, whose output is the model's) are no candidates; where
+one reads what an op or another graph left in memory, it becomes `glm.rms_norm`, which no count
+expects: one launch as before, but the next one may start early. Norms behind other nodes stay with
+the inner compiler, which makes them one with the addition before them.
 
 Shape legend: M rows, K in features, N out features, I = N / 2 gates.
 """
@@ -85,9 +88,22 @@ class RmsNormLinear:
         for node in list(graph.nodes):
             if (call := _gated_product(node)) is not None:
                 self._take_swiglu(graph, call, node)
-        if result.num_matches:
+        has_left = [self._take_norm(graph, node) for node in list(graph.nodes)]
+        if result.num_matches or any(has_left):
             graph_module.recompile()
         return result
+
+    def _take_norm(self, graph: fx.Graph, node: fx.Node) -> bool:
+        """Make a norm of what lies in memory an op."""
+        norm = canonical.rms_norm(node)
+        if norm is None or layouts.dtype_of(node) != torch.bfloat16 or not _is_stored(norm.x):
+            return False
+        build = Builder(graph, node, node)
+        call = build.call(glm.rms_norm.default, norm.x, norm.weight, norm.eps, "")
+        node.replace_all_uses_with(call)
+        refresh(graph, build.made)
+        erase_dead(graph, [node])
+        return True
 
     def _take_swiglu(self, graph: fx.Graph, call: fx.Node, node: fx.Node) -> None:
         build = Builder(graph, node, node)
@@ -168,6 +184,17 @@ def _leads_only_to(node: fx.Node, last: fx.Node) -> bool:
                 seen.add(user)
                 front.append(user)
     return True
+
+
+def _is_stored(node: fx.Node) -> bool:
+    """Whether a graph's input or one of our ops made a value, or what it is a view or part of."""
+    while True:
+        source = canonical.peel(node).source
+        if layouts.is_getitem(source) or layouts.is_call(source, torch.ops.aten.slice.Tensor):
+            source = layouts.args(source)[0]
+        if source is node:
+            return source.op == "placeholder" or getattr(source.target, "namespace", "") == "glm"
+        node = source
 
 
 def _is_of_linear(node: fx.Node) -> bool:

@@ -8,7 +8,6 @@ Shape legend: M rows, K in features, N out features.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
 
 import torch
 
@@ -17,6 +16,7 @@ from glm_compile.ops._library import register_op
 from glm_compile.ops.bf16_linear import MAX_FEW_ROWS, why_not_cute
 from glm_compile.ops.bf16_linear.config import is_measured, library_wins, norm_config_for
 from glm_compile.ops.merged_linear import adjacent_block
+from glm_compile.ops.rms_norm import why_not_triton
 from glm_compile.ops.rms_norm_linear.reference import (
     linear_of_normed,
     rms_norm_linear_reference,
@@ -128,16 +128,6 @@ def _run_cute(
     return bf16_linear_cute(x, block, bias, None, norm_weight_K, eps, has_swiglu=has_swiglu)
 
 
-# A program of the norm's kernel holds a whole row.
-_MAX_TRITON_COLUMNS = 16_384
-
-
-def _why_not_triton(x: torch.Tensor, norm_weight_K: torch.Tensor, *_rest: Any) -> str | None:
-    if not 0 < x.shape[-1] <= _MAX_TRITON_COLUMNS:
-        return f"the norm's kernel takes 1 to {_MAX_TRITON_COLUMNS} columns, got {x.shape[-1]}"
-    return _dispatch.why_no_triton(x, norm_weight_K)
-
-
 def _run_triton(
     x: torch.Tensor,
     norm_weight_K: torch.Tensor,
@@ -147,7 +137,8 @@ def _run_triton(
     deterministic: bool,
     has_swiglu: bool,
 ) -> torch.Tensor:
-    from glm_compile.ops.rms_norm_linear.triton_kernel import rms_norm_triton, swiglu_triton
+    from glm_compile.ops.rms_norm.triton_kernel import rms_norm_triton
+    from glm_compile.ops.rms_norm_linear.triton_kernel import swiglu_triton
 
     normed = rms_norm_triton(x, norm_weight_K, eps)
     product = linear_of_normed(normed, weights, bias, deterministic)
@@ -156,7 +147,7 @@ def _run_triton(
 
 _CUTE = _dispatch.Backend("cute", _why_not_cute, _run_cute)
 _REFERENCE = _dispatch.Backend("reference", _dispatch.always, rms_norm_linear_reference)
-_TRITON = _dispatch.Backend("triton", _why_not_triton, _run_triton)
+_TRITON = _dispatch.Backend("triton", why_not_triton, _run_triton)
 _FEW_ROWS = (_CUTE, _TRITON, _REFERENCE)
 _LIBRARY_FIRST = (_TRITON, _REFERENCE, _CUTE)
 

@@ -1,4 +1,4 @@
-"""The model's RMSNorm in plain torch, and the linear after it as the other ops do it.
+"""The model's RMSNorm, and the linear after it as the other ops do it.
 
 Shape legend: M rows, K in features, N out features.
 """
@@ -12,13 +12,7 @@ import torch.nn.functional as F
 
 from glm_compile.ops.bf16_linear import run_bf16_linear
 from glm_compile.ops.merged_linear import adjacent_block, merged_linear
-
-
-def rms_norm_reference(x: torch.Tensor, weight_K: torch.Tensor, eps: float) -> torch.Tensor:
-    """RMSNorm as GlmMoeDsaRMSNorm computes it: rounded to x's dtype before the weight comes in."""
-    x_fp32 = x.float()
-    variance = x_fp32.pow(2).mean(-1, keepdim=True)
-    return weight_K * (x_fp32 * torch.rsqrt(variance + eps)).to(x.dtype)
+from glm_compile.ops.rms_norm.reference import rms_norm_reference
 
 
 def rms_norm_linear_reference(
