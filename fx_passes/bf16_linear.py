@@ -91,17 +91,18 @@ def _addition(node: fx.Node) -> tuple[fx.Node, fx.Node] | None:
         for own, residual in canonical.pair(user, torch.ops.aten.add.Tensor):
             if own is not view or residual is view or not isinstance(residual, fx.Node):
                 continue
-            values = [n.meta.get("val") for n in (view, residual, user)]
-            if all(
-                isinstance(v, torch.Tensor)
-                and v.dtype == torch.bfloat16
-                and len(v.shape) == len(values[0].shape)
-                and all(layouts.is_same(a, b) for a, b in zip(v.shape, values[0].shape))
-                for v in values
-            ):
+            if _is_alike(residual, view) and _is_alike(user, view):
                 return user, residual
         return None
     return None
+
+
+def _is_alike(node: fx.Node, other: fx.Node) -> bool:
+    """Whether two nodes' values have one dtype and one shape."""
+    if layouts.dtype_of(node) != layouts.dtype_of(other):
+        return False
+    shape, other_shape = layouts.shape_of(node), layouts.shape_of(other)
+    return len(shape) == len(other_shape) and all(map(layouts.is_same, shape, other_shape))
 
 
 def _why_not(found: Linear) -> str | None:
