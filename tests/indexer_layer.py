@@ -169,30 +169,27 @@ def prologue_step(layer: IndexerOfLayer, cache: PagedCache) -> Any:
     return step
 
 
-def ops_step(
-    layer: IndexerOfLayer, cache: PagedCache, lengths_R: torch.Tensor, *, has_slots: bool = False
-) -> Any:
+def ops_step(layer: IndexerOfLayer, cache: PagedCache, *, has_slots: bool = False) -> Any:
     """The ops of the compiled step in their order, as a function of (hidden, cos, sin).
 
     Args:
-        lengths_R: keys that each row sees.
         has_slots: select physical slots instead of positions.
     """
     prologue = prologue_step(layer, cache)
 
     def step(hidden: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
         q, weights = prologue(hidden, cos, sin)
-        rows = {"rows_per_sequence": hidden.shape[1]}
+        rows = {"rows_per_sequence": hidden.shape[1], "is_causal": True}
         scores = indexer_scores_paged(
             q.flatten(0, 1),
             weights.flatten(0, 1),
             cache.layers[0].key_pages,
             cache.block_table,
-            lengths_R,
+            cache.lengths,
             cache.max_cache_len,
             **rows,
         )
-        table = {"block_table": cache.block_table, **rows} if has_slots else {}
-        return topk_select(scores, lengths_R, layer.indexer.index_topk, **table)
+        as_what = {"block_table": cache.block_table} if has_slots else {"repeat_last": True}
+        return topk_select(scores, cache.lengths, layer.indexer.index_topk, **as_what, **rows)
 
     return step

@@ -743,7 +743,7 @@ class IndexerScoresKernel:
 
     @cute.jit
     def _page(self, constants, slot, phase, position, address, has_next: cutlass.Constexpr):
-        """Give back a page whose products are there, reduce and store them, multiply the next one.
+        """Reduce a page's products, multiply the next one, give the page back and store its scores.
 
         Returns the next page's slot, the phase of its barriers, its first position and the address
         of this lane's first score.
@@ -772,16 +772,17 @@ class IndexerScoresKernel:
         if next_slot >= self.num_stages:
             next_slot -= self.num_stages
             next_phase ^= 1
-        # Of all lanes, so that no lane's load is on its way any more.
-        loaded = cute.arch.vote_ballot_sync(scale.bitcast(Int32) == entry)
-        cute.arch.sync_warp()
-        with cute.arch.elect_one():
-            _arrive_after(is_empty + slot, Int32(loaded))
         values = self._reduce(products, row_weights, softmax_scale, lane)
         if cutlass.const_expr(has_next):
             cute.arch.mbarrier_wait(is_full + next_slot, next_phase)
             cute.arch.sync_warp()
             self._multiply(products, fragments, next_slot, query_slot, is_full)
+        # Of all lanes, so that no lane's load is on its way any more. Sooner, the loads would be
+        # waited for; while the tensor core is at work, nobody is kept.
+        loaded = cute.arch.vote_ballot_sync(scale.bitcast(Int32) == entry)
+        cute.arch.sync_warp()
+        with cute.arch.elect_one():
+            _arrive_after(is_empty + slot, Int32(loaded))
         is_inside = position < num_keys
         place = address
         for pair in cutlass.range_constexpr(len(values)):
@@ -827,7 +828,7 @@ class IndexerScoresKernel:
                 total = Float32(0.0)
                 for j in cutlass.range_constexpr(self.num_pairs * 2):
                     product = products[(i * self.num_pairs + j // 2) * 4 + half * 2 + j % 2]
-                    if cutlass.const_expr(not v.is_fp8):
+                    if cutlass.const_expr(not self.has_table):
                         product = product * softmax_scale
                     # Keeps NaN, as torch.relu does.
                     positive = cute.arch.fmax(product, Float32(0.0), nan=True)
@@ -994,7 +995,7 @@ def indexer_scores_cute(
         lengths_BS: any strides; [B] if causal.
         starts_BS: any strides.
         key_mask: bool view [B, S, max_len], any strides, or None.
-        softmax_scale: factor of the products; not applied to FP8 ones.
+        softmax_scale: factor of the products; not applied to those of pages.
         max_len: T.
         block_table: [B, P] of pages.
         is_causal: see `indexer_scores_paged`.

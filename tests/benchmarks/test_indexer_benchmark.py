@@ -1,8 +1,7 @@
 """The whole indexer of a layer, hidden state in and positions out, over contexts of 8K to 1M.
 
-`compiled` is transformers' own layer through the glm backend; alone, it also makes its lengths and
-pads its selection for whoever reads it, which a model does once a forward and not at all. `ops` are
-the compiled graph's ops without these two; `slots` the same with physical slots as the selection.
+`compiled` is transformers' own layer through the glm backend. `ops` are the compiled graph's ops,
+called one by one; `slots` the same with physical slots as the selection.
 `inductor` is the same layer, unfused, as torch.compile makes it over a StaticCache. Weights and
 keys are cold; all include the attention's q_a, kv_a and q_b, which share their inputs with the
 indexer's projections.
@@ -98,8 +97,7 @@ def prepare(kind: str, num_tokens: int, max_len: int, path: str) -> list[tuple[A
                 options=options if IS_GPU else {**options, "inner": "eager"},
             )
         else:
-            lengths = num_cached + 1 + torch.arange(num_tokens, device=device())
-            step = ops_step(layer, cache, lengths.int(), has_slots=path == "slots")
+            step = ops_step(layer, cache, has_slots=path == "slots")
         inputs.append((step, *arguments))
     return inputs
 

@@ -197,11 +197,10 @@ def test_ops_in_their_order_are_the_compiled_step(kind):
     case = Case(kind)
     cache = copy.deepcopy(case.cache)
     selected, *_ = case.compile(case.step(case.cache))()
-    lengths = NUM_CACHED + 1 + torch.arange(S, dtype=torch.int32)
-    positions = ops_step(case.layer, cache, lengths)(case.hidden, *case.tables)
+    positions = ops_step(case.layer, cache)(case.hidden, *case.tables)
     assert torch.equal(positions, selected[0])
     assert torch.equal(case.keys(cache), case.keys(case.cache))
-    slots = ops_step(case.layer, cache, lengths, has_slots=True)(case.hidden, *case.tables)
+    slots = ops_step(case.layer, cache, has_slots=True)(case.hidden, *case.tables)
     table = cache.block_table[0].long()
     assert torch.equal(slots.long(), table[positions // 64] * 64 + positions % 64)
     # The layer's weights lie side by side once it is compiled.

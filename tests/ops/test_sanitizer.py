@@ -49,6 +49,10 @@ for variant in VARIANTS:
     lengths = torch.tensor([num_keys, num_keys - 5, num_keys], device="cuda")
     got = topk_select_cute(scores, lengths, 500, variant=variant)
     assert torch.equal(got, topk_select_reference(scores, lengths, 500)), variant
+    cached = torch.tensor([77], dtype=torch.int32, device="cuda")
+    arguments = (scores, cached, 500, None, None, None, 3, 64, True, True)
+    got = topk_select_cute(*arguments, variant=variant)
+    assert torch.equal(got, topk_select_reference(*arguments)), variant
 """
 
 TOPK_BLOCKS = """
@@ -81,6 +85,8 @@ for kind in KINDS:
     for num_batch, num_queries in ((1, 6), (3, 9)):
         case = make_cute_case(num_batch=num_batch, num_queries=num_queries, num_keys=333)
         assert_close(call(kind, case, "cute"), case, kind)
+        if kind != "contiguous":
+            assert_close(call(kind, case, "cute", is_causal=True), case, kind)
 """,
     ),
     "bf16_linear": Script(
