@@ -261,7 +261,7 @@ class IndexerScoresKernel:
             for stage in cutlass.range_constexpr(self.num_stages):
                 cute.arch.mbarrier_init(is_empty + stage, _GROUP // WARP)
         if tid == 2 * _GROUP:
-            cute.arch.mbarrier_init(has_plan, 1)
+            cute.arch.mbarrier_init(has_plan, WARP)
             for stage in cutlass.range_constexpr(self.num_query_stages):
                 cute.arch.mbarrier_init(has_query + stage, 1)
                 cute.arch.mbarrier_init(is_query_free + stage, _LOADER)
@@ -285,8 +285,8 @@ class IndexerScoresKernel:
                 if num_tiles > 1:
                     self._make_plan(plan, windows, num_tiles)
                     cute.arch.sync_warp()
-                    with cute.arch.elect_one():
-                        cute.arch.mbarrier_arrive(has_plan)
+                    # All lanes do, since any may have found the block's first tile.
+                    cute.arch.mbarrier_arrive(has_plan)
                 self._load(
                     (key_atom, key_coords, query_atom, query_coords),
                     keys,
