@@ -98,6 +98,13 @@ def store_shared_v2(address: Int32, first: Int32, second: Int32) -> None:
     inline_ptx("st.shared.v2.u32 [{$r0}], {{$r1}, {$r2}};", read_only_args=[address, first, second])
 
 
+def load_shared(address: Int32) -> Int32:
+    """One word of this block's shared memory."""
+    return inline_ptx(
+        "ld.shared.b32 {$w0}, [{$r0}];", write_only_types=[Int32], read_only_args=[address]
+    )
+
+
 def store_shared(address: Int32, value: Int32) -> None:
     """Store one word in this block's shared memory."""
     inline_ptx("st.shared.b32 [{$r0}], {$r1};", read_only_args=[address, value])

@@ -67,6 +67,8 @@ class StreamConfig:
             still multiply.
         late: the next kernel's blocks are let in once all of this one's weights have been asked
             for, so that theirs do not delay these; else at once.
+        is_dynamic: blocks draw their tiles, but for the first ones, so that who gets more of the
+            memory's bandwidth does more of them; no cluster then.
     """
 
     tile: int
@@ -76,8 +78,13 @@ class StreamConfig:
     cluster: int = 1
     blocks_per_processor: int = 1
     late: bool = False
+    is_dynamic: bool = False
 
     def __post_init__(self) -> None:
+        if self.is_dynamic and self.cluster > 1:
+            raise ValueError(
+                f"bf16_linear: blocks of a cluster cannot draw their tiles, got {self}"
+            )
         if self.tile % 8 or self.stage_columns % (32 * self.num_warps):
             raise ValueError(
                 f"bf16_linear: a tile must be a multiple of 8 rows and a stage one of 32 columns "

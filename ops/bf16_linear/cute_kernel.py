@@ -30,16 +30,20 @@ import cutlass
 import cutlass.cute as cute
 import torch
 from cutlass import BFloat16, Float32, Int32, Int64
+from cutlass.cute.arch import inline_ptx
 from cutlass.cute.runtime import make_fake_tensor
 from cutlass.memory import SmemAllocator
 
 from glm_compile.ops._cute import arch_of, compile_kernel
 from glm_compile.ops._cute.device import (
     WARP,
+    load_shared,
     load_shared_v4,
     peer_address,
     send_v4,
     shared_address,
+    store_global,
+    store_shared,
 )
 from glm_compile.ops._cute.stream import (
     bulk_load,
@@ -84,6 +88,7 @@ class Variant:
         late: when dependents are let in, see `StreamConfig`.
         has_norm, has_bias, has_residual: which optional arguments are given.
         has_swiglu: a tile is as many gates as ups, and what comes out is silu(gate) * up.
+        num_static: tiles of a block before it draws the others; 0: all tiles are dealt out.
     """
 
     num_columns: int
@@ -101,6 +106,7 @@ class Variant:
     has_bias: bool = False
     has_residual: bool = False
     has_swiglu: bool = False
+    num_static: int = 0
     use_pdl: bool = True
 
     @property
@@ -135,7 +141,7 @@ class Bf16LinearKernel:
         num_sums = v.num_warps * self.num_rows * self.sum_pitch
         num_norm_words = self.block_columns // 2 if v.has_norm else 4
         self.other_shared_bytes = (
-            num_sums + self.num_received + v.num_warps * 16 + num_norm_words
+            num_sums + self.num_received + v.num_warps * 16 + num_norm_words + v.num_stages + 2
         ) * 4 + 192
         self.num_norm_words = num_norm_words
 
@@ -148,13 +154,14 @@ class Bf16LinearKernel:
         bias: cute.Tensor | None,
         residual: cute.Tensor | None,
         output: cute.Tensor,
+        counter: cute.Tensor | None,
         eps: Float32,
         num_blocks: Int32,
         stream: Any,
     ) -> None:
         v = self.v
         row_blocks = (x.shape[0] + self.num_rows - 1) // self.num_rows
-        self.kernel(x, weight, norm_weight, bias, residual, output, eps).launch(
+        self.kernel(x, weight, norm_weight, bias, residual, output, counter, eps).launch(
             grid=(num_blocks * v.cluster, row_blocks, 1),
             block=(self.num_threads, 1, 1),
             cluster=(v.cluster, 1, 1) if v.cluster > 1 else None,
@@ -171,6 +178,7 @@ class Bf16LinearKernel:
         bias: cute.Tensor | None,
         residual: cute.Tensor | None,
         output: cute.Tensor,
+        counter: cute.Tensor | None,
         eps: Float32,
     ) -> None:
         v = self.v
@@ -188,6 +196,9 @@ class Bf16LinearKernel:
         squares = allocator.allocate_tensor(Float32, cute.make_layout(v.num_warps * 16), 16)
         received = allocator.allocate_tensor(Float32, cute.make_layout(self.num_received), 16)
         norm_words = allocator.allocate_tensor(Int32, cute.make_layout(self.num_norm_words), 16)
+        # The tile that begins in a stage, and two places for what was drawn.
+        tiles = allocator.allocate_tensor(Int32, cute.make_layout(v.num_stages + 2), 16)
+        tiles_address = shared_address(tiles.iterator)
         barriers = allocator.allocate_tensor(Int64, cute.make_layout(2 * v.num_stages + 2), 16)
         is_full = barriers.iterator
         is_empty = barriers.iterator + v.num_stages
@@ -212,15 +223,16 @@ class Bf16LinearKernel:
         stride = num_blocks // v.cluster
         if warp >= v.num_warps:
             self._load(
-                (weight, norm_weight),
-                (ring, norm_words, is_full, is_empty, has_norm),
+                (weight, norm_weight, counter),
+                (ring, norm_words, tiles_address, is_full, is_empty, has_norm),
                 (tile, rank, stride),
                 warp - v.num_warps,
             )
         else:
             self._multiply(
                 (x, weight, bias, residual, output, eps),
-                (ring, sums, squares, received, norm_words, is_full, is_empty, has_sums, has_norm),
+                (ring, sums, squares, received, norm_words, tiles_address),
+                (is_full, is_empty, has_sums, has_norm),
                 (tile, rank, stride, row_block),
             )
 
@@ -233,8 +245,8 @@ class Bf16LinearKernel:
     @cute.jit
     def _load(self, tensors, shared, place, loader) -> None:
         v = self.v
-        weight, norm_weight = tensors
-        ring, norm_words, is_full, is_empty, has_norm = shared
+        weight, norm_weight, counter = tensors
+        ring, norm_words, tiles_address, is_full, is_empty, has_norm = shared
         tile, rank, stride = place
         policy = evict_first_policy()
         if cutlass.const_expr(v.has_norm):
@@ -249,6 +261,7 @@ class Bf16LinearKernel:
         ring_address = Int32(ring.iterator.toint()) + loader * self.pitch
         slot = Int32(0)
         phase = Int32(1)
+        num_started = Int32(0)
         while tile < num_tiles:
             first = tile * self.num_outputs
             rows = cutlass.min(num_features - first, self.num_outputs)
@@ -267,6 +280,8 @@ class Bf16LinearKernel:
                         stage_bytes = rows * num_bytes
                         if cutlass.const_expr(v.has_swiglu):
                             stage_bytes = stage_bytes * 2
+                        if cutlass.const_expr(v.num_static > 0):
+                            store_shared(tiles_address + slot * 4, tile)
                         cute.arch.mbarrier_arrive_and_expect_tx(is_full + slot, stage_bytes)
                     # One thread starts all copies of its warp: the instruction takes addresses that
                     # are the warp's, so lanes with different ones would come one by one, slower.
@@ -286,11 +301,46 @@ class Bf16LinearKernel:
                     slot = Int32(0)
                     phase ^= 1
             tile += stride
+            if cutlass.const_expr(v.num_static > 0):
+                num_started += 1
+                if num_started >= v.num_static:
+                    drawn = tiles_address + (v.num_stages + num_started % 2) * 4
+                    tile = self._draw(counter, drawn, (stride, num_tiles), loader)
+        if loader == 0 and cutlass.const_expr(v.num_static > 0):
+            # No tile begins in this stage: the others are to end.
+            cute.arch.mbarrier_wait(is_empty + slot, phase)
+            with cute.arch.elect_one():
+                store_shared(tiles_address + slot * 4, tile)
+                cute.arch.mbarrier_arrive(is_full + slot)
         if cutlass.const_expr(v.late):
             cute.arch.griddepcontrol_wait()
             cute.arch.griddepcontrol_launch_dependents()
         if cutlass.const_expr(v.cluster > 1):
             cute.arch.cluster_wait()
+
+    @cute.jit
+    def _draw(self, counter, drawn, sizes, loader) -> Int32:
+        """The first tile that no block has taken: one for all loaders, which meet here.
+
+        Blocks do not get equal shares of the memory's bandwidth; who is faster does more. Each
+        block draws once in vain, and the last of all tickets sets the counter back.
+        """
+        v = self.v
+        num_blocks, num_tiles = sizes
+        if loader == 0:
+            # The kernel ahead may count with the same counter.
+            cute.arch.griddepcontrol_wait()
+            with cute.arch.elect_one():
+                num_dealt = v.num_static * num_blocks
+                ticket = next_ticket(counter.iterator.toint())
+                is_last = ticket == num_tiles - num_dealt + num_blocks - 1
+                store_global(counter.iterator.toint(), Int32(0), is_last)
+                store_shared(drawn, num_dealt + ticket)
+        if cutlass.const_expr(v.num_loaders > 1):
+            cute.arch.barrier(barrier_id=2, number_of_threads=v.num_loaders * WARP)
+        else:
+            cute.arch.sync_warp()
+        return load_shared(drawn)
 
     @cute.jit
     def _load_norm(self, norm_weight, norm_words, has_norm, place) -> None:
@@ -309,10 +359,11 @@ class Bf16LinearKernel:
                 )
 
     @cute.jit
-    def _multiply(self, tensors, shared, place) -> None:
+    def _multiply(self, tensors, shared, barriers, place) -> None:
         v = self.v
         x, weight, bias, residual, output, eps = tensors
-        ring, sums, squares, received, norm_words, is_full, is_empty, has_sums, has_norm = shared
+        ring, sums, squares, received, norm_words, tiles_address = shared
+        is_full, is_empty, has_sums, has_norm = barriers
         tile, rank, stride, row_block = place
         tid, _, _ = cute.arch.thread_idx()
         lane = cute.arch.lane_idx()
@@ -404,7 +455,11 @@ class Bf16LinearKernel:
                         for w in cutlass.range_constexpr(v.num_warps):
                             value += sums[(w * self.num_rows + row) * self.sum_pitch + feature]
                         self._store(value, output, bias, residual, first_row + row, first + feature)
-            tile += stride
+            if cutlass.const_expr(v.num_static > 0):
+                cute.arch.mbarrier_wait(is_full + slot, phase)
+                tile = load_shared(tiles_address + slot * 4)
+            else:
+                tile += stride
 
     def _outputs_per_thread(self, blocks: int) -> int:
         return -(-self.num_rows * self.v.tile // (self.num_consumers * blocks))
@@ -633,6 +688,15 @@ def _scale(word: Int32, norm_word: Int32, scale: Float32) -> Int32:
     return multiply_bf16(pack_bf16(first * scale, second * scale), norm_word)
 
 
+def next_ticket(address: Int64) -> Int32:
+    """Add one to a counter in global memory; what it was."""
+    return inline_ptx(
+        "atom.relaxed.gpu.global.add.u32 {$w0}, [{$r0}], 1;",
+        write_only_types=[Int32],
+        read_only_args=[address],
+    )
+
+
 def compile_variant(variant: Variant, arch: str, options: str = "") -> Any:
     """Compile one variant; see `compile_kernel`."""
 
@@ -653,6 +717,7 @@ def compile_variant(variant: Variant, arch: str, options: str = "") -> Any:
         vector(2) if variant.has_bias else None,
         matrix(cute.sym_int64(), 2) if variant.has_residual else None,
         matrix(1, 2),
+        make_fake_tensor(Int32, (1,), (1,), assumed_align=4) if variant.num_static else None,
         Float32(0.0),
         Int32(1),
         arch=arch,
@@ -700,7 +765,47 @@ def variant_for(
     kernel = Bf16LinearKernel(variant)
     left = _SHARED_BYTES // config.blocks_per_processor - 1024 - kernel.other_shared_bytes
     # A block never loads more stages ahead than this without having multiplied one.
-    return replace(variant, num_stages=max(1, min(left // (kernel.stage_bytes + 16), 32)))
+    num_stages = max(1, min(left // (kernel.stage_bytes + 20), 32))
+    # Tiles that are asked for before the kernel ahead has ended are dealt out.
+    num_static = -(-num_stages // variant.num_steps) if config.is_dynamic else 0
+    return replace(variant, num_stages=num_stages, num_static=num_static)
+
+
+class Counters:
+    """Counters of one device, zero before and after each kernel that draws its tiles by one.
+
+    Kernels that may run side by side must not share one. Those of a stream follow each other; a
+    captured launch has a counter for itself, since graphs may be replayed side by side.
+    """
+
+    SIZE = 4096
+
+    def __init__(self, device: torch.device) -> None:
+        self.device = device
+        self.blocks: list[torch.Tensor] = []
+        self.num_used = 0
+        self.of_stream: dict[int, torch.Tensor] = {}
+
+    def take(self) -> torch.Tensor | None:
+        """A counter for a launch on the current stream, or None: a capture cannot make more."""
+        stream = torch.cuda.current_stream(self.device)
+        if torch.cuda.is_current_stream_capturing():
+            return self._next() if self.blocks and self.num_used < self.SIZE else None
+        counter = self.of_stream.get(stream.cuda_stream)
+        if not self.blocks or self.num_used > self.SIZE // 2:
+            self.blocks.append(torch.zeros(self.SIZE, dtype=torch.int32, device=self.device))
+            self.num_used = 0
+            stream.synchronize()
+        if counter is None:
+            counter = self.of_stream[stream.cuda_stream] = self._next()
+        return counter
+
+    def _next(self) -> torch.Tensor:
+        self.num_used += 1
+        return self.blocks[-1][self.num_used - 1 : self.num_used]
+
+
+counters_of = functools.cache(Counters)
 
 
 def _rows_to_load(x_MK: torch.Tensor) -> torch.Tensor:
@@ -748,8 +853,18 @@ def bf16_linear_cute(
     num_tiles = -(-num_outputs // (config.tile // 2 if has_swiglu else config.tile))
     num_blocks = num_tiles
     if config.cluster == 1:
-        per_block = -(-num_tiles // (num_multiprocessors(x.device) * config.blocks_per_processor))
-        num_blocks = -(-num_tiles // per_block)
+        most_blocks = num_multiprocessors(x.device) * config.blocks_per_processor
+        num_blocks = -(-num_tiles // -(-num_tiles // most_blocks))
+    counter = None
+    if variant.num_static:
+        has_one_row = num_rows <= variant.row_blocks * _ROWS
+        if has_one_row and num_tiles >= variant.num_static * most_blocks:
+            counter = counters_of(x.device).take()
+        if counter is None:
+            # The same numbers: no sum depends on who takes which tile.
+            variant = replace(variant, num_static=0)
+        else:
+            num_blocks = most_blocks
     run = compiled(variant, arch_of(x.device))
     run(
         x_MK,
@@ -758,6 +873,7 @@ def bf16_linear_cute(
         None if bias_N is None else bias_N.contiguous(),
         None if residual is None else residual.reshape(num_rows, num_features),
         output.view(num_rows, num_outputs),
+        counter,
         eps,
         num_blocks,
     )

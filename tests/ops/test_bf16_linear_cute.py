@@ -40,6 +40,8 @@ CONFIGS = [
     StreamConfig(16, 512, 8, 2, blocks_per_processor=2),
     StreamConfig(24, 512, 8, 2, late=True),
     StreamConfig(96, 256, 8, 3),
+    StreamConfig(24, 512, 8, 2, is_dynamic=True),
+    StreamConfig(8, 256, 8, 1, late=True, is_dynamic=True),
 ]
 # (N, K): neither a multiple of a tile nor of a stage; K of 8 columns; one feature; the release's.
 SHAPES = [(100, 1000), (1, 8), (37, 520), (2784, 6144), (20480, 2048), (160, 6144), (6144, 16384)]
@@ -272,6 +274,85 @@ def test_any_strides_and_leading_dimensions():
         assert torch.equal(output.view(6, 40), expected)
     one = bf16_linear(spread(x, 3)[2:3], weight, bias, residual=residual[2:3], backend="cute")
     assert torch.equal(one, expected[2:3])
+
+
+def test_only_blocks_without_a_cluster_draw_their_tiles():
+    with pytest.raises(ValueError, match="blocks of a cluster cannot draw"):
+        StreamConfig(48, 512, cluster=2, is_dynamic=True)
+
+
+class Stream:
+    def __init__(self, handle):
+        self.cuda_stream = handle
+
+    def synchronize(self):
+        pass
+
+
+def test_launches_that_may_run_side_by_side_have_counters_of_their_own(monkeypatch):
+    pytest.importorskip("cutlass")
+    from glm_compile.ops.bf16_linear.cute_kernel import Counters
+
+    state = {"stream": Stream(1), "capturing": True}
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda _device: state["stream"])
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: state["capturing"])
+    counters = Counters(torch.device("cpu"))
+    assert counters.take() is None
+    state["capturing"] = False
+    of_stream = counters.take()
+    assert counters.take() is of_stream
+    state["stream"] = Stream(2)
+    taken = [of_stream, counters.take()]
+    state["capturing"] = True
+    while (counter := counters.take()) is not None:
+        taken.append(counter)
+    assert len({counter.data_ptr() for counter in taken}) == len(taken) == Counters.SIZE
+    # A call outside makes room for the next capture.
+    state.update(capturing=False, stream=Stream(1))
+    assert counters.take() is of_stream
+    state["capturing"] = True
+    assert counters.take().data_ptr() not in {counter.data_ptr() for counter in taken}
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("M", [1, 6, 16])
+@pytest.mark.parametrize("N, K", [(9000, 1000), (40_000, 520), (24_576, 6144)])
+@pytest.mark.parametrize("tile, num_loaders", [(24, 4), (8, 1), (16, 2)])
+def test_who_takes_which_tile_changes_nothing(tile, num_loaders, M, N, K):
+    from glm_compile.ops.bf16_linear.cute_kernel import counters_of
+
+    dealt = StreamConfig(tile, 512, 8, num_loaders)
+    drawn = replace(dealt, is_dynamic=True)
+    x, weight, _, residual = make_inputs(M, N, K, residual=True, device="cuda")
+    expected = run_cute(x, weight, None, residual, config=dealt)
+    check_error(expected, x, weight, None, residual)
+    graph = torch.cuda.CUDAGraph()
+    outputs = [run_cute(x, weight, None, residual, config=drawn) for _ in range(5)]
+    with torch.cuda.graph(graph):
+        outputs += [run_cute(x, weight, None, residual, config=drawn) for _ in range(5)]
+    for _ in range(5):
+        for output in outputs[5:]:
+            output.fill_(float("nan"))
+        graph.replay()
+    others = [torch.cuda.Stream() for _ in range(3)]
+    for stream in others:
+        stream.wait_stream(torch.cuda.current_stream())
+    for _ in range(5):
+        graph.replay()
+        for stream in others:
+            with torch.cuda.stream(stream):
+                outputs.append(run_cute(x, weight, None, residual, config=drawn))
+    torch.cuda.synchronize()
+    assert all(torch.equal(output, expected) for output in outputs)
+    assert not any(block.any() for block in counters_of(x.device).blocks)
+
+
+@pytest.mark.gpu
+def test_many_rows_of_tiles_that_are_drawn():
+    config = StreamConfig(24, 512, 8, 4, is_dynamic=True)
+    x, weight, _, _ = make_inputs(35, 9000, 520, device="cuda")
+    whole = run_cute(x, weight, None, None, config=config)
+    assert torch.equal(run_cute(x[3:9], weight, None, None, config=config), whole[3:9])
 
 
 @pytest.mark.gpu
