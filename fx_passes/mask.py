@@ -95,12 +95,14 @@ class Bounds:
         lengths, starts: int32 [B, S].
         key_mask: bool, rank 3.
         has_keys: whether every row has a valid key.
+        is_open: whether no key is excluded, so that attention needs none of the above.
     """
 
     lengths: fx.Node
     starts: fx.Node | None
     key_mask: fx.Node | None
     has_keys: bool = False
+    is_open: bool = False
 
 
 def prove_mask(graph_module: fx.GraphModule) -> MaskResult:
@@ -294,7 +296,14 @@ class _Prover:
         has_keys = (
             starts is None and key_mask is None and all(map(_is_one_or_more, reading.lengths))
         )
-        return Bounds(lengths, starts, key_mask, has_keys)
+        num_keys = known_shape(base)[rank - 1]
+        is_open = (
+            starts is None
+            and key_mask is None
+            and isinstance(num_keys, int)
+            and all(form.is_const and form.const >= num_keys for form in reading.lengths)
+        )
+        return Bounds(lengths, starts, key_mask, has_keys, is_open)
 
     def _build_bounds(self, consumer: _Consumer, uses: list[int], is_float: bool) -> Bounds:
         """Lengths from the mask's data; the mask itself is the key mask."""
@@ -342,7 +351,11 @@ class _Prover:
                 torch.ops.glm.indexed_attention.default,
                 (
                     *(q, k, v, self._range_of(consumer) or consumer.selection),
-                    *(bounds.lengths, bounds.starts, bounds.key_mask),
+                    *(
+                        (None, None, None)
+                        if bounds.is_open
+                        else (bounds.lengths, bounds.starts, bounds.key_mask)
+                    ),
                     *(scale, eager),
                 ),
                 node,

@@ -29,6 +29,7 @@ from glm_compile.capacity import full_message, held_tokens, note_held
 from glm_compile.errors import ConfigError, UnsupportedError
 from glm_compile.model_facts import FULL, GlmDsaConfig
 from glm_compile.ops.causal_mask import causal_mask
+from glm_compile.ops.draft_seed import draft_seed
 from glm_compile.ops.paged_cache import (
     PAGE_SIZE,
     advance,
@@ -289,16 +290,12 @@ class PagedCache(Cache):
 
         Args:
             topk_BK: positions, int32 or int64. Not counted are those outside [0, length) and those
-                equal to the one before.
+                equal to the one before. Where none counts, a row of zeros does.
             lengths_B: tokens that count; None = `lengths`.
         """
-        ends_B1 = (self.lengths if lengths_B is None else lengths_B)[:, None]
-        before_BK = torch.cat([torch.full_like(topk_BK[:, :1], -1), topk_BK[:, :-1]], dim=1)
-        is_valid_BK = (topk_BK >= 0) & (topk_BK < ends_B1) & (topk_BK != before_BK)
-        positions_BK = torch.where(is_valid_BK, topk_BK, 0).long()
-        pages_BK = self.block_table.gather(1, positions_BK // PAGE_SIZE).long()
-        latents_BKX = self.layers[layer_idx].latent_pages[pages_BK, positions_BK % PAGE_SIZE]
-        return DraftSeed(latents_BKX, is_valid_BK)
+        pages = self.layers[layer_idx].latent_pages
+        lengths_B = self.lengths if lengths_B is None else lengths_B
+        return DraftSeed(*draft_seed(pages, topk_BK, self.block_table, lengths_B))
 
     def begin_mtp_step(self) -> None:
         """Refuse an MTP layer's step whose rows would not lie beside those of the model.
@@ -610,11 +607,12 @@ class DraftSeed(NamedTuple):
 
     Attributes:
         latents_BKX: cached rows of the selected positions: latent, then rotated key.
-        is_valid_BK: bool, which of them count.
+        rows_BK: int32, a selection of these rows: each that counts, repeated in the places of those
+            that do not.
     """
 
     latents_BKX: torch.Tensor
-    is_valid_BK: torch.Tensor
+    rows_BK: torch.Tensor
 
 
 class SeedCache(Cache):
@@ -646,19 +644,16 @@ class SeedCache(Cache):
         )
 
     def mask(self, dtype: torch.dtype = torch.bool) -> torch.Tensor:
-        """Mask [B,1,1,K]: the rows that count."""
-        is_valid_BK = self.seed.is_valid_BK
-        batch_size, num_rows = is_valid_BK.shape
-        ends_B = torch.full(
-            (batch_size,), num_rows - 1, dtype=torch.int32, device=is_valid_BK.device
+        """Mask [B,1,1,K] that excludes nothing: what counts is what is selected."""
+        batch_size, num_rows = self.seed.rows_BK.shape
+        last_B = torch.full(
+            (batch_size,), num_rows - 1, dtype=torch.int32, device=self.seed.rows_BK.device
         )
-        return causal_mask(ends_B, 1, num_rows, dtype, key_mask=is_valid_BK[:, None])
+        return causal_mask(last_B, 1, num_rows, dtype)
 
     def selection(self) -> torch.Tensor:
-        """All rows, as the selection [B,1,K] of a step."""
-        batch_size, num_rows = self.seed.is_valid_BK.shape
-        rows_K = torch.arange(num_rows, dtype=torch.int32, device=self.seed.is_valid_BK.device)
-        return rows_K.expand(batch_size, 1, num_rows)
+        """The rows that count, as the selection [B,1,K] of a step."""
+        return self.seed.rows_BK[:, None]
 
 
 def _check_memory(

@@ -203,7 +203,8 @@ class Iteration:
         """Propose tokens behind the bonus token; the first comes from draft-extend's logits.
 
         Args:
-            seed: for steps with a shared index latents [B,K,X], which count [B,K], and the steps'
+            seed: for steps with a shared index latents [B,K,X], the rows that count [B,K], and the
+                steps'
                 cosines and sines [B,X,P].
             num_proposed: how many; None: k.
         """
@@ -229,12 +230,12 @@ class Iteration:
             if step == num_proposed - 1:
                 break
             if self.is_index_shared:
-                latents_BKX, is_valid_BK, *tables = seed
+                latents_BKX, rows_BK, *tables = seed
                 hidden_B1C, logits_B1V = self.mtp.draft(
                     draft_B1,
                     hidden_B1C,
                     latents_BKX,
-                    is_valid_BK,
+                    rows_BK,
                     *(_one_step(table_BXP, step) for table_BXP in tables),
                 )
             else:

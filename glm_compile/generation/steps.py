@@ -215,11 +215,11 @@ class MtpSteps:
             ids_B1: torch.Tensor,
             hidden_B1C: torch.Tensor,
             latents_BKX: torch.Tensor,
-            is_valid_BK: torch.Tensor,
+            rows_BK: torch.Tensor,
             cos_B1P: torch.Tensor,
             sin_B1P: torch.Tensor,
         ) -> tuple[torch.Tensor, torch.Tensor]:
-            seed = DraftSeed(latents_BKX, is_valid_BK)
+            seed = DraftSeed(latents_BKX, rows_BK)
             hidden_B1C = mtp.draft(
                 ids_B1, hidden_B1C, None, seed, position_embeddings=(cos_B1P, sin_B1P)
             )

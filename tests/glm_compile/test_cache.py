@@ -566,7 +566,7 @@ class TestSeed:
         slots = [[3 * 64, 3 * 64 + 63, 64, 64 + 25], [2 * 64 + 5, 6]]
         assert torch.equal(seed.latents_BKX[0], pages.view(-1, 128)[slots[0]])
         assert torch.equal(seed.latents_BKX[1, :2], pages.view(-1, 128)[slots[1]])
-        assert seed.is_valid_BK.tolist() == [[True] * 4, [True, True, False, False]]
+        assert seed.rows_BK.tolist() == [[0, 1, 2, 3], [0, 1, 1, 1]]
 
         view = SeedCache(seed, 64)
         latents, rotated = view.update(torch.ones(2, 1, 1, 64), torch.ones(2, 1, 1, 64), 3)
@@ -581,9 +581,12 @@ class TestSeed:
         topk = torch.arange(8, dtype=torch.int32).expand(3, 8)
         for lengths, expected in ((None, [3, 0, 8]), (torch.tensor([4, 1, 0]), [4, 1, 0])):
             seed = cache.gather_rows(0, topk, lengths)
-            assert seed.is_valid_BK.sum(-1).tolist() == expected
-            mask = SeedCache(seed, 64).mask()
-            assert torch.equal(mask[:, 0, 0], seed.is_valid_BK)
+            ends = [min(n, 8) for n in expected]
+            assert seed.rows_BK.tolist() == [
+                [min(k, max(end - 1, 0)) for k in range(8)] for end in ends
+            ]
+            assert torch.equal(SeedCache(seed, 64).selection()[:, 0], seed.rows_BK)
+            assert SeedCache(seed, 64).mask().all()
         assert cache.causal_mask(2).sum(-1).tolist() == [[[4, 5]], [[1, 2]], [[8, 8]]]
 
 
