@@ -262,6 +262,44 @@ class Trace:
         return statistics.median(self.idle_us) / period
 
 
+def kernel_us(graph: torch.cuda.CUDAGraph, parts: Sequence[str]) -> float:
+    """Microseconds that a replay takes for kernels with one of these in their name; median.
+
+    Of each only what lies behind the end of those before it, as kernels overlap.
+    """
+    from torch.profiler import ProfilerActivity, profile
+
+    graph.replay()
+    torch.cuda.synchronize()
+    with profile(activities=[ProfilerActivity.CUDA]) as profiler:
+        for _ in range(5):
+            graph.replay()
+            torch.cuda.synchronize()
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / "trace.json"
+        profiler.export_chrome_trace(str(path))
+        events = json.loads(path.read_text(encoding="utf-8"))["traceEvents"]
+    return statistics.median(critical_us(events, parts))
+
+
+def critical_us(events: Sequence[Mapping[str, Any]], parts: Sequence[str]) -> list[float]:
+    """For each launch of a graph in a trace: what kernels of these names add to its time."""
+    launches = collections.defaultdict(list)
+    for event in events:
+        if event.get("cat") in ("kernel", "gpu_memcpy", "gpu_memset"):
+            launches[event["args"].get("correlation")].append(event)
+    sums = []
+    for kernels in launches.values():
+        end, total = 0.0, 0.0
+        for event in sorted(kernels, key=lambda event: event["ts"]):
+            own_end = event["ts"] + event["dur"]
+            if any(part in event["name"] for part in parts):
+                total += max(0.0, own_end - max(end, event["ts"]))
+            end = max(end, own_end)
+        sums.append(total)
+    return sums
+
+
 def trace_call(call: Callable[[], Any], target: Path | None = None) -> Trace:
     """Run a call under the profiler; the Chrome trace goes to `target`."""
     from torch.profiler import ProfilerActivity, profile

@@ -35,6 +35,7 @@ from tests.benchmarks.decoding_runs import (
     MeasuredLoop,
     decode,
     idle_between,
+    kernel_us,
     make_mtp,
     make_slice,
     measured,
@@ -56,6 +57,9 @@ MODES = {
     "eager launches, overlap": {"cuda_graph": False, "overlap": True},
     "eager launches, waiting": {"cuda_graph": False, "overlap": False},
 }
+# Parts of the names of kernels: of the indexer, and of the gather that stands for it.
+INDEXER_KERNELS = ("indexer_", "topk")
+SEED_KERNELS = ("draft_seed",)
 # A TP8 rank's share of the heads and of the experts' width.
 EIGHTH = {"num_attention_heads": 8, "num_key_value_heads": 8, "moe_intermediate_size": 256}
 
@@ -273,7 +277,9 @@ def test_draft_steps(benchmark: Any, lines: list[str], width: str) -> None:
     """A draft step with and without a shared index against the context's length.
 
     At an eighth of the width stands one of eight ranks: its heads and its part of the experts and
-    of the vocabulary, and the whole indexer.
+    of the vocabulary, and the whole indexer. The indexer's own time are its kernels in a step
+    (prologue, scores, top-k); what is left of it in a shared step is that step's part of the gather
+    behind draft-extend.
     """
     benchmark.group = f"draft step, {width} width"
     chains = DraftChains(EIGHTH if width == "eighth" else {})
@@ -286,7 +292,16 @@ def test_draft_steps(benchmark: Any, lines: list[str], width: str) -> None:
             f"index, {own:7.1f} us with its own ({own / shared:.2f}x)"
         )
     first, last = times[DRAFT_CONTEXTS[0]][0], times[DRAFT_CONTEXTS[-1]][0]
-    note(benchmark, last, times={str(k): v for k, v in times.items()}, growth=last / first)
+    facts: dict[str, Any] = {"growth": last / first}
+    if IS_GPU:
+        own_us, left_us = chains.indexer_us(DRAFT_CONTEXTS[-1])
+        facts |= {"indexer_us": own_us, "left_us": left_us, "saved": 1 - left_us / own_us}
+        lines.append(
+            f"draft step, {width:6} width, T={DRAFT_CONTEXTS[-1]:>9,}: {own_us:.1f} us of its own "
+            f"are the indexer's, {left_us:.1f} us are left with a shared index: "
+            f"{facts['saved']:.1%} saved"
+        )
+    note(benchmark, last, times={str(k): v for k, v in times.items()}, **facts)
 
 
 class DraftChains:
@@ -335,10 +350,27 @@ class DraftChains:
             for _ in range(self.NUM_STEPS):
                 hidden = own_steps.extend(token_B1, hidden, row_B, cache)[0]
 
-        self.shared, self.own = shared, own
-        for chain in (shared, own):
+        def extend() -> None:
+            steps.extend(token_B1, hidden_B1C, row_B, cache)
+
+        self.shared, self.own, self.extend = shared, own, extend
+        for chain in (shared, own, extend):
             chain()
         self._graphs: dict[Any, Any] = {}
+
+    def _graph(self, chain: Callable[[], None]) -> Any:
+        if chain not in self._graphs:
+            self._graphs[chain] = bench.capture(chain)
+        return self._graphs[chain]
+
+    @torch.no_grad()
+    def indexer_us(self, num_tokens: int) -> tuple[float, float]:
+        """Microseconds of the indexer in a step of its own, and what is left in a shared one."""
+        self.cache.set_lengths(num_tokens - self.NUM_STEPS)
+        own = kernel_us(self._graph(self.own), INDEXER_KERNELS)
+        shared = kernel_us(self._graph(self.shared), INDEXER_KERNELS)
+        gather = kernel_us(self._graph(self.extend), SEED_KERNELS)
+        return own / self.NUM_STEPS, (shared + gather) / self.NUM_STEPS
 
     @torch.no_grad()
     def step_us(self, chain: Callable[[], None], num_tokens: int) -> float:
@@ -348,9 +380,7 @@ class DraftChains:
             start = time.perf_counter()
             chain()
             return (time.perf_counter() - start) / self.NUM_STEPS * 1e6
-        graph = self._graphs.get(chain)
-        if graph is None:
-            graph = self._graphs[chain] = bench.capture(chain)
+        graph = self._graph(chain)
         samples = []
         for _ in range(bench.REPLAYS):
             start_event, end_event = (torch.cuda.Event(enable_timing=True) for _ in range(2))

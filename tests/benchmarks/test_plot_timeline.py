@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from tests.benchmarks.decoding_runs import phase_times, read_trace
+from tests.benchmarks.decoding_runs import critical_us, phase_times, read_trace
 from tests.benchmarks.plot_timeline import plot, window
 
 NAMES = [
@@ -52,6 +52,21 @@ def test_phases_are_told_by_the_kernels_that_end_them() -> None:
     assert phase_times(trace) == pytest.approx(
         {"verify": 35.5, "accept": 5.5, "draft-extend": 9.5, "drafts": 7.5 + 5.5, "relay": 1.5}
     )
+
+
+def test_time_of_kernels_is_what_they_add() -> None:
+    """The second starts before the first has ended, the third ends with the second."""
+    spans = [
+        ("own", 0.0, 4.0),
+        ("other_part", 3.0, 5.0),
+        ("other_part", 4.0, 4.0),
+        ("own", 9.0, 1.0),
+    ]
+    events = [
+        {"cat": "kernel", "name": name, "ts": ts, "dur": dur, "args": {"correlation": 1}}
+        for name, ts, dur in spans
+    ]
+    assert critical_us(events, ["other_"]) == [4.0] and critical_us(events, ["own"]) == [5.0]
 
 
 def test_a_picture_of_two_iterations(tmp_path: Any) -> None:
