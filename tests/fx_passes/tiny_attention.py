@@ -184,16 +184,13 @@ def store(
     return new, new_rot
 
 
-def trace_attention(
+def attention_step(
     module: TinyAttention,
     inputs: Inputs,
     cache: str = "static",
-    *,
-    level: str = "plain",
-    symbolic: bool = False,
     select: Callable[[torch.Tensor], torch.Tensor] = lambda selection: selection,
-) -> tuple[fx.GraphModule, list[torch.Tensor]]:
-    """(graph, its inputs). The graph writes a paged cache in place, as it is."""
+) -> tuple[Callable[..., torch.Tensor], list[torch.Tensor]]:
+    """(function of a step, its arguments); it writes a paged cache in place."""
     given = [bound for bound in inputs.bounds if bound is not None]
 
     def run(
@@ -211,5 +208,18 @@ def trace_attention(
         filled = [None if bound is None else next(bounds) for bound in inputs.bounds]
         return module.forward(q, latents, ropes, weight, select(selection), filled, cos, sin)
 
-    flat = [*inputs.step(), *inputs.cache, *given]
+    return run, [*inputs.step(), *inputs.cache, *given]
+
+
+def trace_attention(
+    module: TinyAttention,
+    inputs: Inputs,
+    cache: str = "static",
+    *,
+    level: str = "plain",
+    symbolic: bool = False,
+    select: Callable[[torch.Tensor], torch.Tensor] = lambda selection: selection,
+) -> tuple[fx.GraphModule, list[torch.Tensor]]:
+    """(graph, its inputs). The graph writes a paged cache in place, as it is."""
+    run, flat = attention_step(module, inputs, cache, select)
     return trace(run, *flat, level=level, symbolic=symbolic), flat

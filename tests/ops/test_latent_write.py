@@ -103,10 +103,17 @@ def check_rows(after, before, inputs, lengths, interleaved):
 
 @pytest.mark.parametrize("device", TRITON_DEVICES)
 @pytest.mark.parametrize("interleaved", [True, False])
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("lengths", LENGTHS)
 @pytest.mark.parametrize(
-    "sizes", [{}, {"L": 20, "P": 6, "cos_batch": 1}, {"L": 130, "P": 96}, {"S": 0}, {"B": 0}]
+    ("sizes", "lengths", "dtype"),
+    [
+        ({}, LENGTHS[0], torch.bfloat16),
+        ({}, LENGTHS[1], torch.float32),
+        ({"L": 20, "P": 6, "cos_batch": 1}, LENGTHS[2], torch.bfloat16),
+        ({"L": 130, "P": 96}, LENGTHS[0], torch.float16),
+        ({"L": 130, "P": 96}, LENGTHS[1], torch.bfloat16),
+        ({"S": 0}, LENGTHS[0], torch.bfloat16),
+        ({"B": 0}, LENGTHS[0], torch.bfloat16),
+    ],
 )
 def test_triton_rows(device, lengths, dtype, interleaved, sizes):
     inputs = make_inputs(dtype=dtype, **sizes)
@@ -178,9 +185,10 @@ def call_both(device, is_fp8, dtype, lengths, is_interleaved, sizes, backend, **
     ],
 )
 @pytest.mark.parametrize("is_fp8", [False, True])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("lengths", LENGTHS[:2])
-@pytest.mark.parametrize("interleaved", [True, False])
+@pytest.mark.parametrize(
+    ("dtype", "lengths", "interleaved"),
+    [(torch.float32, LENGTHS[0], True), (torch.bfloat16, LENGTHS[1], False)],
+)
 def test_one_launch_stores_what_two_ops_store(device, backend, is_fp8, dtype, lengths, interleaved):
     options = {"interleaved": not interleaved, "gate_scale": 0.25}
     q, weights, keys_before, keys, before, pages, indexer, inputs = call_both(
