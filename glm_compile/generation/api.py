@@ -10,8 +10,8 @@ from __future__ import annotations
 import inspect
 import sys
 import time
-from collections.abc import Sequence
-from contextlib import nullcontext
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -311,7 +311,10 @@ def warmup(
         TextColumn("{task.completed}/{task.total} graphs"),
         TimeElapsedColumn(),
     ]
-    with Progress(*columns, disable=compiler is None) as progress:
+    with (
+        Progress(*columns, disable=compiler is None) as progress,
+        _without_stop_strings(plain_model.generation_config),
+    ):
         # The largest first: the others find room in its cache, and its graphs stay.
         for batch_size in sorted(batch_sizes, reverse=True):
             task = progress.add_task(f"compiling for batch size {batch_size}", total=total)
@@ -337,6 +340,16 @@ def warmup(
                     _capture_ahead(model, mtp, prompt, count, max_cache_len)
             seconds[batch_size] = time.perf_counter() - start
     return seconds
+
+
+@contextmanager
+def _without_stop_strings(config: Any) -> Iterator[None]:
+    """A model's generation config without what needs a tokenizer: no graph depends on it."""
+    stop_strings, config.stop_strings = config.stop_strings, None
+    try:
+        yield
+    finally:
+        config.stop_strings = stop_strings
 
 
 def _check_batch_sizes(batch_sizes: Any) -> None:

@@ -159,6 +159,7 @@ class GraphStore:
         keeps_block = request.keeps_scores or request.keeps_logits
         key = (
             id(cache.memory),
+            id(mtp),
             request.batch_size,
             cache.max_cache_len,
             request.num_drafts,

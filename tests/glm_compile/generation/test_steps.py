@@ -203,3 +203,28 @@ def test_warmup_compiles_what_generate_runs(model: Any) -> None:
             compiled, prompt_of(7).expand(2, -1), mtp=mtp, num_draft_tokens=drafts, max_new_tokens=5
         )
     assert counter.frame_count == before
+
+
+def test_warmup_needs_no_tokenizer(model: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Which the model's own stop strings would need in a call."""
+    monkeypatch.setattr(model.generation_config, "stop_strings", ["\n\n"])
+    with pytest.raises(ValueError, match="stop_strings"):
+        glm_compile.generate(model, prompt_of(4), max_new_tokens=2)
+    assert list(glm_compile.warmup(model, num_draft_tokens=0)) == [1]
+    assert model.generation_config.stop_strings == ["\n\n"]
+
+
+def test_two_mtp_layers_in_turn_are_compiled_once_each(model: Any) -> None:
+    counter = CompileCounterWithBackend("eager")
+    compiled = torch.compile(model, backend=counter, fullgraph=True)
+    layers = [random_mtp(model), random_mtp(model)]
+
+    def call(mtp: Any) -> None:
+        glm_compile.generate(compiled, prompt_of(9), mtp=mtp, num_draft_tokens=2, max_new_tokens=5)
+
+    for mtp in layers:
+        call(mtp)
+    before = counter.frame_count
+    for mtp in layers * 2:
+        call(mtp)
+    assert counter.frame_count == before
