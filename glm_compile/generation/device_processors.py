@@ -10,7 +10,7 @@ A rule's constants are fixed in a captured iteration. Its tensors (masks over th
 limits, what a sequence has said so far) lie at fixed addresses; `take` fills them for another call.
 
 B batch, S rows of a block, V vocabulary, W width of the text buffer, N n-grams or biased sequences,
-P tokens of a prefix.
+G tokens of an n-gram, P tokens of a prefix.
 """
 
 from __future__ import annotations
@@ -24,6 +24,7 @@ import torch
 from transformers.generation import logits_process
 
 from glm_compile.ops.filtered_softmax import filtered_softmax
+from glm_compile.ops.forbid_ngrams import forbid_ngrams
 from glm_compile.ops.repetition_penalty import in_bin, note_tokens, repetition_penalty
 
 # Stands where an n-gram is missing; no token equals it.
@@ -363,16 +364,6 @@ def per_sequence(values: torch.Tensor, call: Call) -> torch.Tensor:
     return values.repeat_interleave(call.prompt_BW.shape[0] // values.shape[0], dim=0)
 
 
-def forbid(
-    scores_BSV: torch.Tensor, tokens_BSN: torch.Tensor, holds_BSN: torch.Tensor
-) -> torch.Tensor:
-    """Scores without the tokens that hold."""
-    vocab_size = scores_BSV.shape[-1]
-    banned_BSV = scores_BSV.new_zeros(*scores_BSV.shape[:-1], vocab_size + 1, dtype=torch.bool)
-    banned_BSV.scatter_(-1, in_bin(tokens_BSN, holds_BSN, vocab_size), True)
-    return scores_BSV.masked_fill(banned_BSV[..., :vocab_size], -torch.inf)
-
-
 class NoRepeatNGram(Rule):
     """NoRepeatNGramLogitsProcessor. Its time grows with the width of the text buffer."""
 
@@ -381,17 +372,16 @@ class NoRepeatNGram(Rule):
 
     def __call__(self, scores_BSV: torch.Tensor, rows: Rows) -> torch.Tensor:
         size, text_BW = self.constants[0], rows.text_BW
-        count = text_BW.shape[1] - size + 1
-        if count < 1:
+        if text_BW.shape[1] < size:
             return scores_BSV
-        columns_N = torch.arange(size - 1, text_BW.shape[1], device=text_BW.device)
-        holds_BSN = columns_N < rows.ends_BS[..., None]
-        if size > 1:
-            tail_BSP = rows.tail(size - 1)
-            for i in range(size - 1):
-                holds_BSN &= text_BW[:, None, i : i + count] == tail_BSP[..., i : i + 1]
-        last_BSN = text_BW[:, None, size - 1 :].expand(-1, rows.num_rows, -1)
-        return forbid(scores_BSV, last_BSN, holds_BSN)
+        return forbid_ngrams(
+            scores_BSV,
+            text_BW.unfold(1, size, 1),
+            text_BW,
+            rows.starts_B,
+            rows.num_drafts,
+            is_text=True,
+        )
 
 
 class NoPromptNGram(Rule):
@@ -408,18 +398,18 @@ class NoPromptNGram(Rule):
         width = 1 << (width - 1).bit_length()
         filler = [[_NO_TOKEN] * size]
         rows = [row + filler * (width - len(row)) for row in ngrams]
-        ngrams_BNP = per_sequence(torch.tensor(rows, device=call.device), call)
-        super().__init__(size, ngrams_BNP=ngrams_BNP)
+        ngrams_BNG = per_sequence(torch.tensor(rows, device=call.device), call)
+        super().__init__(size, ngrams_BNG=ngrams_BNG)
 
     def __call__(self, scores_BSV: torch.Tensor, rows: Rows) -> torch.Tensor:
-        size, ngrams_BNP = self.constants[0], self.tensors["ngrams_BNP"]
-        holds_BSN = (rows.ends_BS >= size - 1)[..., None].expand(-1, -1, ngrams_BNP.shape[1])
-        if size > 1:
-            tail_BSP = rows.tail(size - 1)
-            for i in range(size - 1):
-                holds_BSN = holds_BSN & (ngrams_BNP[:, None, :, i] == tail_BSP[..., i : i + 1])
-        last_BSN = ngrams_BNP[:, None, :, -1].expand(-1, rows.num_rows, -1)
-        return forbid(scores_BSV, last_BSN, holds_BSN)
+        return forbid_ngrams(
+            scores_BSV,
+            self.tensors["ngrams_BNG"],
+            rows.text_BW,
+            rows.starts_B,
+            rows.num_drafts,
+            is_text=False,
+        )
 
 
 class SequenceBias(Rule):
