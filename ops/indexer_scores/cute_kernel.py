@@ -9,7 +9,8 @@ Half of a decode step is latency. So what needs no other kernel's data is done b
 for, and what the lengths do not decide is asked for before they are known. That one warp asks for
 page after page is on purpose: four warps that ask for all at once make some blocks wait for their
 first page until others have all of theirs (6 rows of 128K keys on one NVIDIA H200, 2026-11-30, by
-the method of tests/benchmarks/test_indexer_scores_benchmark.py: 12.5 us).
+the method of tests/benchmarks/test_indexer_scores_benchmark.py: 12.5 us). To bring the first pages
+into L2 before the kernels ahead have ended costs a microsecond, too: they are read twice.
 
 The pages of each block are found from the lengths on the device. One tile of rows: page p goes to
 block p modulo their number. More: the pages of all tiles form one list, cut into one piece a block.
@@ -90,8 +91,6 @@ class Variant:
         is_causal: lengths are tokens cached before the step, one number a sequence.
         has_weight_pairs: weights are fp32, and those of two adjacent heads one aligned load.
         num_stages: pages in flight, at most.
-        num_prefetched: pages a block, up to 32, brought into L2 before the kernels ahead have
-            ended.
         use_pdl: start before the kernels ahead have ended.
     """
 
@@ -106,7 +105,6 @@ class Variant:
     has_weight_pairs: bool = False
     is_causal: bool = False
     num_stages: int = 16
-    num_prefetched: int = 32
     use_pdl: bool = True
 
     @property
@@ -138,7 +136,6 @@ class IndexerScoresKernel:
         self.num_steps = _DIM * element_bytes // 32
         # Pairs of adjacent columns of one row that a thread holds.
         self.num_pairs = v.num_heads // 8
-        self.prefetches = v.num_prefetched > 0 and self.has_table and v.start_dtype is None
 
     @cute.jit
     def __call__(
@@ -276,9 +273,6 @@ class IndexerScoresKernel:
         if warp >= _LOADER:
             cute.arch.setmaxregister_decrease(_REGISTERS_TO_LOAD)
             if warp == _LOADER:
-                if cutlass.const_expr(self.prefetches):  # noqa: SIM102 - decided while tracing
-                    if num_tiles == 1:
-                        self._prefetch(keys, table, windows)
                 # Everything below may come from the kernel ahead.
                 cute.arch.griddepcontrol_wait()
                 cute.arch.griddepcontrol_launch_dependents()
@@ -422,34 +416,6 @@ class IndexerScoresKernel:
         page, last = self._pages_of_tile(windows, sequence, query)
         end = cutlass.min(last, page + rest)
         return sequence, query, page, end, rest - (end - page)
-
-    @cute.jit
-    def _prefetch(self, keys, table, windows) -> None:
-        """Bring this block's first pages into L2 while kernels ahead may still write; one warp.
-
-        All writes arrive in L2, so what is there is never old. Lengths and table that are read now
-        may be: then the wrong pages are brought in, but none that does not exist.
-        """
-        v = self.v
-        lengths, _starts, num_queries, num_keys = windows
-        lane = cute.arch.lane_idx()
-        block, _, _ = cute.arch.block_idx()
-        num_blocks, _, _ = cute.arch.grid_dim()
-        length = Int32(0)
-        if lane < num_queries:
-            if cutlass.const_expr(v.is_causal):
-                length = clamp_index(_peek(lengths, Int64(0)), num_keys) + lane + 1
-            else:
-                place = Int64(lane) * Int64(lengths.stride[0])
-                length = clamp_index(_peek(lengths, place), num_keys)
-        last = (cute.arch.warp_redux_sync(length, "max") + _PAGE - 1) // _PAGE
-        column = block + lane * num_blocks
-        if lane < v.num_prefetched and column < cutlass.min(last, table.shape[1]):
-            entry = _peek(table, Int64(column) * Int64(table.stride[1]))
-            if entry >= 0 and entry < keys.shape[0]:
-                size = cutlass.const_expr(keys.element_type.width // 8)
-                place = Int64(entry) * Int64(keys.stride[0]) * size
-                _prefetch_to_l2(keys.iterator.toint() + place, self.stage_bytes)
 
     @cute.jit
     def _entries(self, table, sequence, page, step) -> Int32:
@@ -876,23 +842,6 @@ def _move_nothing_across(unused: Int32) -> None:
     )
 
 
-def _peek(tensor: cute.Tensor, offset: Int64) -> Any:
-    """An index that the kernel ahead may be about to write: read past L1, which would keep it."""
-    width = tensor.element_type.width
-    return inline_ptx(
-        f"ld.relaxed.gpu.global.b{width} {{$w0}}, [{{$r0}}];",
-        write_only_types=[Int64 if width == 64 else Int32],
-        read_only_args=[tensor.iterator.toint() + offset * (width // 8)],
-    )
-
-
-def _prefetch_to_l2(address: Int64, num_bytes: int) -> None:
-    """Bring so many bytes, a multiple of 16 at a multiple of 16, into L2."""
-    inline_ptx(
-        f"cp.async.bulk.prefetch.L2.global [{{$r0}}], {num_bytes};", read_only_args=[address]
-    )
-
-
 def _load_global_v2(address: Int64) -> tuple[Float32, Float32]:
     """Two adjacent floats of global memory, 8-byte aligned."""
     return inline_ptx(
@@ -982,7 +931,6 @@ def indexer_scores_cute(
     block_table: torch.Tensor | None = None,
     is_causal: bool = False,
     num_stages: int = 16,
-    num_prefetched: int = 32,
     use_pdl: bool = True,
 ) -> torch.Tensor:
     """Launch the kernel; return fp32 [B, S, max_len].
@@ -1000,7 +948,6 @@ def indexer_scores_cute(
         block_table: [B, P] of pages.
         is_causal: see `indexer_scores_paged`.
         num_stages: pages in flight a block, at most.
-        num_prefetched: pages a block that are brought into L2 early; up to 32, 0 for none.
         use_pdl: start before the kernels ahead have ended; reads nothing until then.
     """
     num_batch, num_queries, num_heads, head_dim = q_BSHD.shape
@@ -1028,7 +975,6 @@ def indexer_scores_cute(
         has_mask=key_mask is not None,
         is_causal=is_causal,
         num_stages=num_stages,
-        num_prefetched=num_prefetched,
         use_pdl=use_pdl,
         has_weight_pairs=has_weight_pairs,
     )
