@@ -9,8 +9,8 @@ Half of a decode step is latency. So what needs no other kernel's data is done b
 for, and what the lengths do not decide is asked for before they are known. That one warp asks for
 page after page is on purpose: four warps that ask for all at once make some blocks wait for their
 first page until others have all of theirs (6 rows of 128K keys on one NVIDIA H200, 2026-11-30, by
-the method of tests/benchmarks/test_indexer_scores_benchmark.py: 12.5 us). Nor are pages brought into
-L2 before the kernels ahead have ended (10.1 us where it is 9.2 without).
+the method of tests/benchmarks/test_indexer_scores_benchmark.py: 12.5 us). Nor are pages brought
+into L2 before the kernels ahead have ended (10.1 us where it is 9.2 without).
 
 The pages of each block are found from the lengths on the device. One tile of rows: page p goes to
 block p modulo their number. More: the pages of all tiles form one list, cut into one piece a block.
