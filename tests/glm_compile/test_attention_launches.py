@@ -15,6 +15,7 @@ import glm_compile
 from glm_compile.cache import PagedCache
 from tests.checkpoints import random_mtp
 from tests.compiling import (
+    NUM_CACHED,
     Step,
     assert_logits_close,
     compile_model,
@@ -23,7 +24,8 @@ from tests.compiling import (
     small_model,
     tokens,
 )
-from tests.tiny_models import tiny_config, tiny_model
+from tests.glm_compile.test_indexer_layer import launches
+from tests.tiny_models import CACHE_ARGUMENT, tiny_config, tiny_model
 
 BF16 = torch.bfloat16
 
@@ -124,6 +126,33 @@ def test_latents_that_a_hook_reads_are_stored_all_the_same():
     report = report_of_last_compilation()
     assert not report.declined["sparse_mla"]
     assert final_text(report).count("glm.latent_write") == 1
+
+
+@pytest.mark.gpu
+def test_inductor_adds_no_kernel_between_the_projections_and_attention():
+    """On a GPU, by name: Inductor calls its own kernels `triton_...`."""
+    model = small_model(dtype=BF16).to("cuda")
+    cache = PagedCache(model.config, 1, 128, dtype=BF16, device="cuda")
+    cache.auto_advance = False
+    cache.set_lengths(NUM_CACHED)
+
+    def step(ids: torch.Tensor) -> torch.Tensor:
+        positions = cache.lengths[:, None] + torch.arange(6, device="cuda")
+        mask = {"indexed_attention": cache.causal_mask(6)}
+        return model(
+            ids, attention_mask=mask, position_ids=positions, **{CACHE_ARGUMENT: cache}
+        ).logits
+
+    compiled, ids = compile_model(step, inner="inductor"), tokens(1, 6).cuda()
+    names = launches(lambda: compiled(ids))
+    starts = [
+        i for i, name in enumerate(names) if re.search("indexer_prologue_k|latent_write_k", name)
+    ]
+    assert len(starts) == 3, names
+    for start in starts:
+        end = next(i for i in range(start, len(names)) if re.search("(?i)sparse_?mla", names[i]))
+        # The product that makes the queries is the launch before.
+        assert not any("triton_" in name for name in names[start - 1 : end]), names
 
 
 def test_draft_steps_launch_the_product_alone_before_attention():
