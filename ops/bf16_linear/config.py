@@ -69,6 +69,9 @@ class StreamConfig:
             for, so that theirs do not delay these; else at once.
         is_dynamic: blocks draw their tiles, but for the first ones, so that who gets more of the
             memory's bandwidth does more of them; no cluster then.
+        is_turned: each tile begins with another stage, so that blocks do not all ask for the same
+            part of x at a time; K is a multiple of the stage's columns then. The order of sums
+            depends on it.
     """
 
     tile: int
@@ -79,6 +82,7 @@ class StreamConfig:
     blocks_per_processor: int = 1
     late: bool = False
     is_dynamic: bool = False
+    is_turned: bool = False
 
     def __post_init__(self) -> None:
         if self.is_dynamic and self.cluster > 1:
@@ -118,7 +122,7 @@ def norm_config_for(
         num_rows: that a block takes, up to 16.
         has_swiglu: no cluster then.
     """
-    config = stream_config_for(num_features, num_columns)
+    config = replace(stream_config_for(num_features, num_columns), is_turned=False)
     if config.cluster > (1 if has_swiglu else 2):
         # As many blocks without a cluster.
         tile = -(-config.tile // (8 * config.cluster)) * 8

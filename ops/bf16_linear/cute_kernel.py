@@ -89,6 +89,7 @@ class Variant:
         has_norm, has_bias, has_residual: which optional arguments are given.
         has_swiglu: a tile is as many gates as ups, and what comes out is silu(gate) * up.
         num_static: tiles of a block before it draws the others; 0: all tiles are dealt out.
+        is_turned: each tile begins with another stage, see `StreamConfig`; x is not resident then.
     """
 
     num_columns: int
@@ -107,6 +108,7 @@ class Variant:
     has_residual: bool = False
     has_swiglu: bool = False
     num_static: int = 0
+    is_turned: bool = False
     use_pdl: bool = True
 
     @property
@@ -267,7 +269,10 @@ class Bf16LinearKernel:
             rows = cutlass.min(num_features - first, self.num_outputs)
             row_address = weight.iterator.toint() + Int64(first + loader) * row_bytes
             for step in cutlass.range(v.num_steps, unroll=1):
-                column = (rank * v.num_steps + step) * v.stage_columns
+                turned = step
+                if cutlass.const_expr(v.is_turned):
+                    turned = (step + tile) % v.num_steps
+                column = (rank * v.num_steps + turned) * v.stage_columns
                 num_bytes = Int32(v.stage_columns * 2)
                 if cutlass.const_expr(v.num_columns % v.stage_columns):
                     num_bytes = cutlass.min(num_bytes, (v.num_columns - column) * 2)
@@ -412,12 +417,12 @@ class Bf16LinearKernel:
                 for step in cutlass.range_constexpr(
                     min(v.ahead, v.num_steps) * self.steps_per_stage
                 ):
-                    parts.append(self._load_step(x_addresses, has_row, first_column, step))
+                    parts.append(self._load_x(x_addresses, has_row, (first_column, tile), step))
             for stage in cutlass.range_constexpr(v.num_steps):
                 if cutlass.const_expr(not v.is_resident and stage + v.ahead < v.num_steps):
                     for i in cutlass.range_constexpr(self.steps_per_stage):
                         step = (stage + v.ahead) * self.steps_per_stage + i
-                        parts.append(self._load_step(x_addresses, has_row, first_column, step))
+                        parts.append(self._load_x(x_addresses, has_row, (first_column, tile), step))
                 cute.arch.mbarrier_wait(is_full + slot, phase)
                 address = own_address + slot * self.stage_bytes
                 for i in cutlass.range_constexpr(self.steps_per_stage):
@@ -483,6 +488,19 @@ class Bf16LinearKernel:
                 wanted = wanted & Int32(first_column + column < self.v.num_columns)
             loaded.append(load_global_16_bytes(address + column * 2, wanted))
         return loaded
+
+    def _load_x(self, addresses, has_row, place, step):
+        """`_load_step` for a tile whose stages may come in another order."""
+        first_column, tile = place
+        v = self.v
+        if not v.is_turned:
+            return self._load_step(addresses, has_row, first_column, step)
+        stage, i = divmod(step, self.steps_per_stage)
+        column = (stage + tile) % v.num_steps * v.stage_columns + i * STEP
+        return [
+            load_global_16_bytes(address + Int64(column) * 2, wanted)
+            for address, wanted in zip(addresses, has_row, strict=True)
+        ]
 
     def _multiply_step(self, total, x_part, address, first_column, step, index) -> None:
         v = self.v
@@ -758,10 +776,15 @@ def variant_for(
         has_norm=has_norm,
         has_swiglu=has_swiglu,
     )
-    if held_registers(num_columns, config, variant.row_blocks) > MAX_HELD_REGISTERS:
-        # Normed rows are held in any case: more than eight are for further rows of the grid.
-        change = {"row_blocks": 1} if has_norm else {"is_resident": False}
-        variant = replace(variant, **change)
+    if config.is_turned and num_columns % (config.stage_columns * config.cluster):
+        raise ValueError(f"bf16_linear: stages of {num_columns} columns cannot be turned, {config}")
+    held = held_registers(num_columns, config, variant.row_blocks)
+    if has_norm and held > MAX_HELD_REGISTERS:
+        # These are held in any case: more than eight rows are for further blocks of the grid.
+        variant = replace(variant, row_blocks=1)
+    elif not has_norm and (held > MAX_HELD_REGISTERS or config.is_turned):
+        ahead = 3 if variant.row_blocks == 1 else 2
+        variant = replace(variant, is_resident=False, ahead=ahead, is_turned=config.is_turned)
     kernel = Bf16LinearKernel(variant)
     left = _SHARED_BYTES // config.blocks_per_processor - 1024 - kernel.other_shared_bytes
     # A block never loads more stages ahead than this without having multiplied one.

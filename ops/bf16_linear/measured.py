@@ -40,7 +40,7 @@ MEASURED: dict[tuple[int, int], tuple[int, ...]] = {
     (24576, 6144): (24, 512, 8, 4, 1, 1, False),
     (38720, 6144): (24, 512, 8, 4, 1, 1, False),
     (77440, 6144): (24, 512, 8, 4, 1, 1, False),
-    (154880, 6144): (24, 512, 8, 4, 1, 1, False),
+    (154880, 6144): (24, 512, 8, 4, 1, 1, False, True),
 }
 
 MANY_ROWS: dict[tuple[int, int], tuple[int, ...]] = {

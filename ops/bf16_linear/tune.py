@@ -71,6 +71,9 @@ _CHOSEN_BY = (6, 16)
 # Another split is taken for many rows where it takes this part of the time of the one for few.
 _ANOTHER_BELOW = 0.99
 
+# Tiles of a block from which on it may pay to draw them.
+_DRAWN_FROM = 4
+
 _COLD_BYTES = 180e6
 _BYTES_PER_GRAPH = 2e9
 _REPLAYS = 20
@@ -84,6 +87,12 @@ def candidates(num_features: int, num_columns: int) -> Iterator[StreamConfig]:
         if config.cluster > 1 or config.blocks_per_processor > 1:
             # Blocks of the next kernel that come early take room and bandwidth from these.
             yield dataclasses.replace(config, late=True)
+        if config.cluster > 1 and num_columns % (config.stage_columns * config.cluster) == 0:
+            # Where x is a good part of what is read, and all blocks would begin with the same one.
+            yield dataclasses.replace(config, is_turned=True)
+            yield dataclasses.replace(config, is_turned=True, late=True)
+        if config.cluster == 1 and num_features >= _DRAWN_FROM * 132 * config.tile:
+            yield dataclasses.replace(config, is_dynamic=True)
 
 
 def _splits(num_features: int, num_columns: int) -> Iterator[StreamConfig]:
@@ -100,6 +109,7 @@ def _splits(num_features: int, num_columns: int) -> Iterator[StreamConfig]:
             stage = stages[0] if tile <= 24 or len(stages) == 1 else min(512, stages[0])
             yield StreamConfig(tile, stage, 8, 2 if stage == 1024 else 4)
     if one_wave > 48 and num_columns >= 4096:
+        yield StreamConfig(48, 256, 8, 4)
         yield StreamConfig(64, 256, 8, 4)
         yield StreamConfig(96, 256, 8, 4)
     if num_columns <= 4096:

@@ -42,14 +42,18 @@ CONFIGS = [
     StreamConfig(96, 256, 8, 3),
     StreamConfig(24, 512, 8, 2, is_dynamic=True),
     StreamConfig(8, 256, 8, 1, late=True, is_dynamic=True),
+    StreamConfig(48, 512, 8, 4, cluster=2, is_turned=True),
+    StreamConfig(16, 256, 8, 2, is_turned=True),
 ]
 # (N, K): neither a multiple of a tile nor of a stage; K of 8 columns; one feature; the release's.
 SHAPES = [(100, 1000), (1, 8), (37, 520), (2784, 6144), (20480, 2048), (160, 6144), (6144, 16384)]
 
 
 def splits(config: StreamConfig, num_columns: int) -> bool:
-    """Whether the blocks of a cluster get equally many stages, and not too many."""
+    """Whether the blocks of a cluster get equally many stages, whole ones to turn, not too many."""
     num_stages = -(-num_columns // config.stage_columns)
+    if config.is_turned and num_columns % config.stage_columns:
+        return False
     return num_stages % config.cluster == 0 and num_stages <= MAX_STAGES
 
 
@@ -235,6 +239,17 @@ def test_measured_splits_are_as_good_as_the_library(N, K, M):
     check_error(output, x, weight, None, None)
     again = [run_cute(x, weight, None, None, config=stream_config_for(N, K, M)) for _ in range(5)]
     assert all(torch.equal(output, other) for other in again)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("config", [c for c in CONFIGS if c.is_turned])
+def test_tiles_that_begin_with_another_stage_have_rows_that_depend_on_nothing_else(config):
+    x, weight, bias, residual = make_inputs(16, 700, 2048, bias=True, residual=True, device="cuda")
+    whole = run_cute(x, weight, bias, residual, config=config)
+    check_error(whole, x, weight, bias, residual)
+    for M in (1, 6, 9):
+        part = run_cute(x[:M], weight, bias, residual[:M], config=config)
+        assert torch.equal(part, whole[:M])
 
 
 @pytest.mark.gpu
