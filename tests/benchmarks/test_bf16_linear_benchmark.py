@@ -107,3 +107,50 @@ def test_merged_products_of_the_prologue(
         fused if ours else apart, weights, bytes_moved=num_bytes, note="weights cold"
     )
     assert output.shape == (M, num_out)
+
+
+@pytest.mark.parametrize("M", [1, 6])
+@pytest.mark.parametrize("ours", [True, False])
+def test_products_of_a_dense_layer(gpu_bench: Any, benchmark: Any, M: int, ours: bool) -> None:
+    """o, the norm, gate and up, SwiGLU, down, the next norm, q_a + kv_a, with both residuals."""
+    benchmark.group = f"dense layer products M={M}"
+    num_attended, num_hidden, num_inner, num_merged = (
+        (16384, 6144, 12288, 2624) if device() == "cuda" else (96, 64, 80, 72)
+    )
+
+    def random(*shape: int) -> torch.Tensor:
+        return torch.randn(*shape, device=device(), dtype=torch.bfloat16)
+
+    attended, residual = random(M, num_attended), random(M, num_hidden)
+    norm_weight = random(num_hidden)
+    shapes = (
+        (num_hidden, num_attended),
+        (2 * num_inner, num_hidden),
+        (num_hidden, num_inner),
+        (num_merged, num_hidden),
+    )
+    num_bytes = 2 * sum(N * K for N, K in shapes)
+    weights = [
+        tuple(random(*shape) / shape[1] ** 0.5 for shape in shapes)
+        for _ in range(cold_copies(num_bytes))
+    ]
+
+    def fused(*layer: torch.Tensor) -> torch.Tensor:
+        o, gate_up, down, qkv_a = layer
+        hidden = bf16_linear(attended, o, residual=residual)
+        inner = rms_norm_linear(hidden, norm_weight, gate_up, eps=1e-5, has_swiglu=True)
+        hidden = bf16_linear(inner, down, residual=hidden)
+        return rms_norm_linear(hidden, norm_weight, qkv_a, eps=1e-5)
+
+    def apart(*layer: torch.Tensor) -> torch.Tensor:
+        o, gate_up, down, qkv_a = layer
+        hidden = residual + F.linear(attended, o)
+        normed = F.rms_norm(hidden, (num_hidden,), norm_weight, 1e-5)
+        gate, up = F.linear(normed, gate_up).chunk(2, dim=-1)
+        hidden = hidden + F.linear(F.silu(gate) * up, down)
+        return F.linear(F.rms_norm(hidden, (num_hidden,), norm_weight, 1e-5), qkv_a)
+
+    output = gpu_bench(
+        fused if ours else apart, weights, bytes_moved=num_bytes, note="weights cold"
+    )
+    assert output.shape == (M, num_merged)
