@@ -20,19 +20,21 @@ def make_passes(options: PassOptions) -> tuple[GraphPass, ...]:
     from glm_compile.fx_passes.indexer_prologue import IndexerPrologue
     from glm_compile.fx_passes.indexer_topk import IndexerTopk
     from glm_compile.fx_passes.merge_linears import MergeLinears
+    from glm_compile.fx_passes.moe_layer import MoeLayer
     from glm_compile.fx_passes.rms_norm_linear import RmsNormLinear
     from glm_compile.fx_passes.sparse_mla import SparseMla
 
     # Each is correct alone, so any may be disabled: indexer_topk turns the scores into ops,
     # indexer_prologue looks for those ops' producers, sparse_mla leaves kv_b no linear of its own,
-    # merge_linears takes what shares an input, bf16_linear what is left, rms_norm_linear the norms
-    # before either.
+    # merge_linears takes what shares an input, bf16_linear what is left, moe_layer what both made
+    # of an MoE layer, rms_norm_linear the norms before either.
     passes: tuple[GraphPass, ...] = (
         IndexerTopk(options),
         IndexerPrologue(options),
         SparseMla(options),
         MergeLinears(options),
         Bf16Linear(options),
+        MoeLayer(options),
         RmsNormLinear(options),
     )
     return tuple(p for p in passes if p.name not in options.disable)

@@ -54,6 +54,9 @@ _WARNED: set[str] = set()
 # Passes over the whole Dynamo graph, ahead of the split into kinds.
 _DYNAMO_PASSES = frozenset(("mask", "moe_router", "moe_experts"))
 
+# Passes that go on from what others have matched, and under whose name they say what they left.
+_NOTED_UNDER = {"moe_layer": "moe_experts"}
+
 
 def compile_graph(
     graph_module: fx.GraphModule,
@@ -252,6 +255,9 @@ class _Job:
         for rewrite in self.rewrites:
             self.report.graphs.extend(rewrite.dumps)
             for result in rewrite.results:
+                if result.name not in PASS_NAMES:  # it goes on from what others have matched
+                    self.report.add_declined(_NOTED_UNDER[result.name], rewrite.declined(result))
+                    continue
                 total = self.report.matches.get(result.name, 0)
                 self.report.matches[result.name] = total + result.num_matches * rewrite.num_uses
                 self.report.add_declined(result.name, rewrite.declined(result))

@@ -88,6 +88,14 @@ def observed(callback: Callable[..., None]) -> Iterator[None]:
         _observers.remove(callback)
 
 
+def show(op: str, make_args: Callable[[], tuple[Any, ...]]) -> None:
+    """Tell observers of a call that a kernel makes within another op's; arguments are for them."""
+    if _observers:
+        args = make_args()
+        for observer in _observers:
+            observer(op, *args)
+
+
 def run(op: str, backends: Sequence[Backend], forced: str | None, *args: Any, **kwargs: Any) -> Any:
     """Run the first backend that can, or the forced one.
 

@@ -12,6 +12,12 @@ MAX_PAIRS = 256
 # Up to so many pairs the CuTe kernels are the faster ones: Triton's programs are too few to share
 # the GPU out evenly (one, two, three tokens on an H200: 147 us to 170, 287 to 291, 425 to 412).
 CUTE_PAIRS = 16
+# Pairs and tokens that the CuTe kernels take: a shared expert's tokens are one product's rows.
+MAX_CUTE_PAIRS = 128
+MAX_CUTE_TOKENS = 8
+# Experts that their kernels choose from, and columns of the router's.
+MAX_CHOSEN_FROM = 512
+MAX_LOGITS_COLUMNS = 8192
 # Tokens of one program of the Triton kernels.
 BLOCK_TOKENS = 16
 
@@ -59,7 +65,7 @@ class StreamConfig:
             of 8.
         stage_columns: columns of a stage of the ring, a multiple of 32 * warps.
         num_warps: that multiply.
-        num_loaders: warps that load: 1, 2, 4 or 8.
+        num_loaders: warps that load, and make the plan: 4 or 8.
     """
 
     tile: int
@@ -71,12 +77,11 @@ class StreamConfig:
         if (
             self.tile % 8
             or self.stage_columns % (32 * self.num_warps)
-            or self.num_loaders not in (1, 2, 4, 8)
-            or (self.num_warps + self.num_loaders) * 32 < MAX_PAIRS
+            or self.num_loaders not in (4, 8)
         ):
             raise ValueError(
                 "moe_experts: a tile must be a multiple of 8 rows, a stage one of 32 columns a "
-                f"warp, loaders 1, 2, 4 or 8, and threads at least {MAX_PAIRS}, got {self}"
+                f"warp, loaders 4 or 8, got {self}"
             )
 
 

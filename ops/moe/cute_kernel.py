@@ -1,24 +1,33 @@
-"""Routed experts for few tokens in CuTe DSL for sm_90a: weights stream through shared memory.
+"""Experts for few tokens in CuTe DSL for sm_90a: weights stream through shared memory.
 
-Three launches: gate_up with SwiGLU, down, the weighted sum. Each block of the first two makes the
-plan for itself, in shared memory: pairs of one expert form groups of up to eight, in the order of
-the pairs, and a group's tiles are work items, of which every block takes as many, side by side. So
-an expert's weights are read once (once more for each further eight tokens that chose it), no two
-blocks talk, and nothing is sorted or counted ahead.
+Two launches: gate_up with SwiGLU; down with the weighted sum. Each block makes the plan for
+itself, in shared memory: pairs of one expert form groups of up to eight, in the order of the pairs,
+groups that of their experts. So an expert's weights are read once (once more for each further eight
+pairs that chose it), no two blocks talk, and nothing is sorted or counted ahead. A shared expert is
+one more group, of all tokens; it comes first, because its weights can be asked for before anybody
+knows which experts were chosen.
+
+In the first launch the rows of all groups are one long list, of which every block takes as many,
+side by side. In the second every block takes as many out features, and these of all groups, so that
+it can add up what a token's experts give without another launch.
 
 One warp or several of a block keep a ring of stages full by bulk copies, a row's piece of a stage
 each; the others share out a stage's columns between them, multiply by tensor cores (16 rows of
 weights by 8 pairs) and add their sums up at the end of a tile, in one order. In the first launch
 eight rows of the gate and the same of `up` are the 16, so one thread finds both in its sums. What
 is multiplied sits in registers for all tiles of a group. So results are the same in every run, and
-a pair's depend neither on the other pairs nor on their number.
+a token's depend neither on the other tokens nor on their number.
 
 The tensor cores do not care which columns they multiply as long as both sides agree. Here a lane
 takes eight adjacent columns of a row, 16 bytes at a time on either side.
 
-Under programmatic dependent launch the first kernel waits for those ahead, whose router says which
-experts are read; the second asks for its first weights before the first has ended. It reads the
-ids early, too: they were written two launches ahead at the latest, as the first lets dependents in
+Which experts a token takes comes as ids and weights, or is chosen here, by every block for itself,
+from the router's logits: the largest biased scores, one after the other, a warp a token. That costs
+less than a launch, because the weights of the shared expert are on their way.
+
+Under programmatic dependent launch the first kernel asks for the shared expert's weights before the
+kernels ahead have ended, and so does the second, which also reads logits, ids and router weights
+early: they were written two launches ahead at the latest, as the first kernel lets dependents in
 only after it has waited.
 
 Shape legend: M tokens, K experts of a token, P = M * K pairs, E experts, C hidden size, I
@@ -39,7 +48,7 @@ from cutlass.cute.runtime import make_fake_tensor
 from cutlass.memory import SmemAllocator
 
 from glm_compile.ops._cute import arch_of, compile_kernel
-from glm_compile.ops._cute.device import WARP, load_global_v4, load_shared_v4
+from glm_compile.ops._cute.device import WARP, load_shared_v4
 from glm_compile.ops._cute.stream import (
     bulk_load,
     evict_first_policy,
@@ -47,14 +56,17 @@ from glm_compile.ops._cute.stream import (
     mma_bf16,
 )
 from glm_compile.ops._dispatch import num_multiprocessors
-from glm_compile.ops.moe.config import MAX_PAIRS, StreamConfig, stream_config_for
+from glm_compile.ops.moe.config import MAX_CUTE_PAIRS, StreamConfig, stream_config_for
 
 # Columns of one step of a warp: 8 of each of the 4 lanes that share a row.
 STEP = 32
-# Pairs of a group: rows of one product.
+# Pairs of a group: rows of one product. A shared expert has one group: all tokens.
 GROUP = 8
-# Threads that make the plan, a pair each.
-_PLAN_WARPS = MAX_PAIRS // WARP
+# Named barriers: of the warps that multiply, of those that load, of all.
+_MULTIPLYING, _LOADING, _ALL = 1, 2, 3
+# Above every expert; below the key of every score.
+_NO_EXPERT = 2**31 - 1
+_NO_KEY = -(2**31)
 
 
 @dataclass(frozen=True)
@@ -65,7 +77,11 @@ class Variant:
         num_columns: in features of a weight: C or I.
         num_features: out features: I or C.
         num_top: K.
-        is_gated: the weight holds gates and ups: rows of x are tokens, else pairs.
+        is_gated: the weight holds gates and ups: rows of x are tokens, else pairs, then tokens.
+        has_shared: there is an expert of all tokens.
+        has_residual: of the second kernel: something is added to the result.
+        num_logits: experts that are chosen from here, or 0 where ids are given.
+        normalizes: weights that are chosen here are divided by their sum.
         tile: rows of weights of a block at a time.
         stage_columns: columns of a stage.
         num_stages: of the ring.
@@ -78,6 +94,10 @@ class Variant:
     num_features: int
     num_top: int
     is_gated: bool
+    has_shared: bool
+    has_residual: bool
+    num_logits: int
+    normalizes: bool
     tile: int
     stage_columns: int
     num_stages: int
@@ -95,14 +115,9 @@ class Variant:
         """Out features of a tile."""
         return self.tile // 2 if self.is_gated else self.tile
 
-    @property
-    def num_tiles(self) -> int:
-        """Tiles of an expert."""
-        return -(-self.num_features // self.tile_features)
-
 
 class ExpertKernel:
-    """One variant of the kernel; `__call__` is its launcher."""
+    """What both kernels share: the plan, the ring, the products of a tile."""
 
     def __init__(self, variant: Variant) -> None:
         v = variant
@@ -117,236 +132,286 @@ class ExpertKernel:
         self.tile_blocks = -(-v.tile // 16)
         # 4 more than a multiple of 16: stores of a warp's sums meet no bank twice.
         self.sum_pitch = self.tile_blocks * 16 + 4
-        num_sums = v.num_warps * GROUP * self.sum_pitch
-        num_plan_words = MAX_PAIRS * (2 + GROUP // 2) + _PLAN_WARPS
-        self.other_shared_bytes = (num_sums + num_plan_words) * 4 + 128
+        self.num_sums = v.num_warps * GROUP * self.sum_pitch
+        # Sums of the tokens over their experts, and what the shared expert gives.
+        self.num_results = 0 if v.is_gated else 2 * GROUP * v.tile
+        num_plan_words = MAX_CUTE_PAIRS * (4 + GROUP // 2) + 4
+        self.other_shared_bytes = (self.num_sums + self.num_results + num_plan_words) * 4 + 128
 
-    @cute.jit
-    def __call__(
-        self,
-        x: cute.Tensor,
-        ids: cute.Tensor,
-        weight: cute.Tensor,
-        output: cute.Tensor,
-        num_blocks: Int32,
-        stream: Any,
-    ) -> None:
-        self.kernel(x, ids, weight, output).launch(
-            grid=(num_blocks, 1, 1),
-            block=(self.num_threads, 1, 1),
-            stream=stream,
-            use_pdl=self.v.use_pdl,
-        )
-
-    @cute.kernel
-    def kernel(
-        self, x: cute.Tensor, ids: cute.Tensor, weight: cute.Tensor, output: cute.Tensor
-    ) -> None:
+    def _allocate(self) -> tuple[Any, ...]:
+        """(ring, sums, results, plan, barriers) in shared memory."""
         v = self.v
-        tid, _, _ = cute.arch.thread_idx()
-        block, _, _ = cute.arch.block_idx()
-        num_blocks, _, _ = cute.arch.grid_dim()
-        warp = cute.arch.make_warp_uniform(cute.arch.warp_idx())
         allocator = SmemAllocator()
         ring = allocator.allocate_tensor(
             Int32, cute.make_layout(v.num_stages * self.stage_bytes // 4), 128
         )
-        sums = allocator.allocate_tensor(
-            Float32, cute.make_layout(v.num_warps * GROUP * self.sum_pitch), 16
+        sums = allocator.allocate_tensor(Float32, cute.make_layout(self.num_sums), 16)
+        results = sums
+        if self.num_results:
+            results = allocator.allocate_tensor(Float32, cute.make_layout(self.num_results), 16)
+        pairs = cute.make_layout(MAX_CUTE_PAIRS)
+        # Experts of the pairs, and of those that are the first of a group; weights of the pairs;
+        # experts of the groups, pairs of the groups, number of groups.
+        plan = (
+            allocator.allocate_tensor(Int32, pairs, 16),
+            allocator.allocate_tensor(Int32, pairs, 16),
+            allocator.allocate_tensor(Float32, pairs, 16),
+            allocator.allocate_tensor(Int32, pairs, 16),
+            allocator.allocate_tensor(Int16, cute.make_layout(MAX_CUTE_PAIRS * GROUP), 16),
+            allocator.allocate_tensor(Int32, cute.make_layout(4), 16),
         )
-        # Experts of the pairs, of the groups; pairs of the groups; first pairs of groups, as bits.
-        pair_expert = allocator.allocate_tensor(Int32, cute.make_layout(MAX_PAIRS), 16)
-        group_expert = allocator.allocate_tensor(Int32, cute.make_layout(MAX_PAIRS), 16)
-        group_pairs = allocator.allocate_tensor(Int16, cute.make_layout(MAX_PAIRS * GROUP), 16)
-        first_bits = allocator.allocate_tensor(Int32, cute.make_layout(_PLAN_WARPS), 16)
         barriers = allocator.allocate_tensor(Int64, cute.make_layout(2 * v.num_stages), 16)
-        is_full = barriers.iterator
-        is_empty = barriers.iterator + v.num_stages
-        if tid == 0:
-            for stage in cutlass.range_constexpr(v.num_stages):
-                cute.arch.mbarrier_init(is_full + stage, 1)
-                cute.arch.mbarrier_init(is_empty + stage, v.num_warps)
-            cute.arch.mbarrier_init_fence()
-        if cutlass.const_expr(v.is_gated):
-            cute.arch.griddepcontrol_wait()
-            cute.arch.griddepcontrol_launch_dependents()
-        num_groups = self._plan(
-            ids, weight.shape[0], (pair_expert, group_expert, group_pairs, first_bits), tid
-        )
-        num_items = num_groups * v.num_tiles
-        item = block * num_items // num_blocks
-        last = (block + 1) * num_items // num_blocks
-        if warp >= v.num_warps:
-            self._load(weight, group_expert, ring, is_full, is_empty, item, last)
-        else:
-            if cutlass.const_expr(not v.is_gated):
-                cute.arch.griddepcontrol_wait()
-                cute.arch.griddepcontrol_launch_dependents()
-            self._multiply(x, output, group_pairs, ring, sums, is_full, is_empty, item, last)
+        return ring, sums, results, plan, barriers
 
     @cute.jit
-    def _plan(self, ids, num_experts, plan, tid) -> Int32:
-        """Group the pairs by expert; returns the number of groups. All threads take part."""
+    def _init_barriers(self, barriers, tid) -> None:
         v = self.v
-        pair_expert, group_expert, group_pairs, first_bits = plan
-        num_pairs = ids.shape[0] * v.num_top
-        for i in cutlass.range_constexpr(-(-MAX_PAIRS * GROUP // self.num_threads)):
-            index = tid + i * self.num_threads
-            if index < MAX_PAIRS * GROUP:
-                group_pairs[index] = Int16(-1)
-        expert = Int32(-1)
-        if tid < num_pairs:
-            found = Int64(ids[tid // v.num_top, tid % v.num_top])
-            if found >= 0 and found < num_experts:
-                expert = Int32(found)
-        if tid < MAX_PAIRS:
-            pair_expert[tid] = expert
+        if tid == 0:
+            for stage in cutlass.range_constexpr(v.num_stages):
+                cute.arch.mbarrier_init(barriers.iterator + stage, 1)
+                cute.arch.mbarrier_init(barriers.iterator + v.num_stages + stage, v.num_warps)
+            cute.arch.mbarrier_init_fence()
         cute.arch.sync_threads()
+
+    @cute.jit
+    def _plan(self, choice, factors, scale, num_experts, plan) -> None:
+        """Group the pairs by expert. All warps that load take part; the others see it at _ALL.
+
+        `choice` and `factors` are ids and router weights, or logits and the router's bias.
+        """
+        v = self.v
+        pair_expert, head_expert, pair_weight, group_expert, group_pairs, number = plan
+        tid, _, _ = cute.arch.thread_idx()
+        own = tid - self.num_consumers
+        num_loading = v.num_loaders * WARP
+        num_pairs = choice.shape[0] * v.num_top
+        for i in cutlass.range_constexpr(-(-MAX_CUTE_PAIRS * GROUP // num_loading)):
+            index = own + i * num_loading
+            if index < MAX_CUTE_PAIRS * GROUP:
+                group_pairs[index] = Int16(-1)
+        if cutlass.const_expr(v.num_logits):
+            token = own // WARP
+            while token < choice.shape[0]:
+                self._choose(choice, factors, scale, token, pair_expert, pair_weight)
+                token += v.num_loaders
+        else:
+            if own < num_pairs:
+                found = Int64(choice[own // v.num_top, own % v.num_top])
+                pair_expert[own] = Int32(-1)
+                if found >= 0 and found < num_experts:
+                    pair_expert[own] = Int32(found)
+                if cutlass.const_expr(not v.is_gated):
+                    pair_weight[own] = factors[own // v.num_top, own % v.num_top]
+        cute.arch.barrier(barrier_id=_LOADING, number_of_threads=num_loading)
+        expert = Int32(-1)
+        if own < num_pairs:
+            expert = pair_expert[own]
         # Pairs of the same expert before this one, and the first pair of its group.
         rank = Int32(0)
-        first = tid
-        if tid < num_pairs:
+        first = own
+        if own < num_pairs:
             for other in cutlass.range(num_pairs, unroll=4):
-                if other < tid and pair_expert[other] == expert:
+                if other < own and pair_expert[other] == expert:
                     if rank % GROUP == 0:
                         first = other
                     rank += 1
-        if rank % GROUP == 0:
-            first = tid
-        bits = cute.arch.vote_ballot_sync(expert >= 0 and rank % GROUP == 0)
-        if tid % WARP == 0 and tid < MAX_PAIRS:
-            first_bits[tid // WARP] = bits
-        cute.arch.sync_threads()
-        group = Int32(0)
-        num_groups = Int32(0)
-        for w in cutlass.range_constexpr(_PLAN_WARPS):
-            word = first_bits[w]
-            num_groups += cute.arch.popc(word)
-            below = word
-            if w == first // WARP:
-                below = word & ((Int32(1) << (first % WARP)) - 1)
-            if w > first // WARP:
-                below = Int32(0)
-            group += cute.arch.popc(below)
-        if expert >= 0:
-            group_pairs[group * GROUP + rank % GROUP] = Int16(tid)
             if rank % GROUP == 0:
-                group_expert[group] = expert
-        cute.arch.sync_threads()
-        return num_groups
+                first = own
+            head = Int32(_NO_EXPERT)
+            if expert >= 0 and rank % GROUP == 0:
+                head = expert
+            head_expert[own] = head
+        cute.arch.barrier(barrier_id=_LOADING, number_of_threads=num_loading)
+        if own < num_pairs:
+            group = Int32(0)
+            num_groups = Int32(0)
+            for other in cutlass.range(num_pairs, unroll=4):
+                head = head_expert[other]
+                if head != _NO_EXPERT:
+                    num_groups += 1
+                if head < expert or (head == expert and other < first):
+                    group += 1
+            if expert >= 0:
+                group_pairs[group * GROUP + rank % GROUP] = Int16(own)
+                if rank % GROUP == 0:
+                    group_expert[group] = expert
+            if own == 0:
+                number[0] = num_groups
+        cute.arch.barrier(barrier_id=_LOADING, number_of_threads=num_loading)
+        cute.arch.barrier_arrive(barrier_id=_ALL, number_of_threads=self.num_threads)
 
     @cute.jit
-    def _load(self, weight, group_expert, ring, is_full, is_empty, item, last) -> None:
+    def _choose(self, logits, bias, scale, token, pair_expert, pair_weight) -> None:
+        """A warp: the experts of a token by sigmoid + bias, weighed by the sigmoid."""
         v = self.v
+        lane = cute.arch.lane_idx()
+        count = -(-v.num_logits // WARP)
+        experts = [lane + WARP * j for j in range(count)]
+        # Lanes beyond the last expert read that one.
+        places = [cutlass.min(expert, v.num_logits - 1) for expert in experts]
+        values = [logits[token, place] for place in places]
+        biases = [bias[0, place] for place in places]
+        scores = [Float32(1.0) / (Float32(1.0) + cute.math.exp(-value)) for value in values]
+        keys = [
+            _select(Int32(expert < v.num_logits), _order_of(score + added), Int32(_NO_KEY))
+            for expert, score, added in zip(experts, scores, biases)
+        ]
+        score_bits = [score.bitcast(Int32) for score in scores]
+        total = Float32(0.0)
+        own_expert = Int32(0)
+        own_bits = Int32(0)
+        for k in cutlass.range_constexpr(v.num_top):
+            key, expert, bits = self._largest(keys, experts, score_bits)
+            best = cute.arch.warp_redux_sync(key, "max")
+            candidate = _select(Int32(key == best), expert, Int32(_NO_EXPERT))
+            winner = cute.arch.warp_redux_sync(candidate, "min")
+            bits = cute.arch.shuffle_sync(bits, winner % WARP)
+            total += bits.bitcast(Float32)
+            is_own = Int32(lane == k)
+            own_expert = _select(is_own, winner, own_expert)
+            own_bits = _select(is_own, bits, own_bits)
+            keys = [
+                _select(Int32(expert == winner), Int32(_NO_KEY), key)
+                for expert, key in zip(experts, keys)
+            ]
+        weight = own_bits.bitcast(Float32)
+        if cutlass.const_expr(v.normalizes):
+            weight = weight / (total + Float32(1e-20))
+        if lane < v.num_top:
+            pair_expert[token * v.num_top + lane] = own_expert
+            pair_weight[token * v.num_top + lane] = weight * scale
+
+    def _largest(self, keys: list, experts: list, score_bits: list) -> tuple:
+        """(key, expert, bits of the score) of a lane's largest key, of equal ones the first."""
+        key, expert, bits = keys[0], experts[0], score_bits[0]
+        for j in range(1, len(keys)):
+            is_larger = Int32(keys[j] > key)
+            key = _select(is_larger, keys[j], key)
+            expert = _select(is_larger, experts[j], expert)
+            bits = _select(is_larger, score_bits[j], bits)
+        return key, expert, bits
+
+    @cute.jit
+    def _load_tile(self, addresses, row_bytes, features, ring, barriers, place) -> tuple:
+        """Ask for a tile's rows; returns the place in the ring after it.
+
+        `addresses`: of the first row of the tile, of that of its ups.
+        """
+        v = self.v
+        slot, phase = place
         loader = cute.arch.make_warp_uniform(cute.arch.warp_idx()) - v.num_warps
         policy = evict_first_policy()
-        row_bytes = Int64(weight.stride[1]) * 2
-        ring_address = Int32(ring.iterator.toint()) + loader * self.pitch
-        slot = Int32(0)
-        phase = Int32(1)
-        while item < last:
-            expert = group_expert[item // v.num_tiles]
-            first = item % v.num_tiles * v.tile_features
-            features = cutlass.min(v.num_features - first, v.tile_features)
-            row_address = (
-                weight.iterator.toint()
-                + Int64(expert) * Int64(weight.stride[0]) * 2
-                + Int64(first + loader) * row_bytes
-            )
-            rows = features
-            if cutlass.const_expr(v.is_gated):
-                rows = features * 2
-            for step in cutlass.range(v.num_steps, unroll=1):
-                column = step * v.stage_columns
-                num_bytes = Int32(v.stage_columns * 2)
-                if cutlass.const_expr(v.num_columns % v.stage_columns):
-                    num_bytes = cutlass.min(num_bytes, (v.num_columns - column) * 2)
-                cute.arch.mbarrier_wait(is_empty + slot, phase)
-                to = ring_address + slot * self.stage_bytes
-                barrier = Int32((is_full + slot).toint())
-                source = row_address + Int64(column) * 2
-                with cute.arch.elect_one():
-                    if loader == 0:
-                        cute.arch.mbarrier_arrive_and_expect_tx(is_full + slot, rows * num_bytes)
-                    # One thread starts all copies of its warp: the instruction takes addresses that
-                    # are the warp's, so lanes with different ones would come one by one, slower.
-                    for part in cutlass.range_constexpr(-(-v.tile // v.num_loaders)):
-                        feature, offset = self._source_of(part)
-                        if loader + part * v.num_loaders < v.tile and feature + loader < features:
-                            bulk_load(
-                                to + part * v.num_loaders * self.pitch,
-                                source + offset * row_bytes,
-                                num_bytes,
-                                barrier,
-                                policy,
-                            )
-                slot += 1
-                if slot == v.num_stages:
-                    slot = Int32(0)
-                    phase ^= 1
-            item += 1
+        to_loader = Int32(ring.iterator.toint()) + loader * self.pitch
+        is_full = barriers.iterator
+        is_empty = barriers.iterator + v.num_stages
+        own = [address + Int64(loader) * row_bytes for address in addresses]
+        rows = features
+        if cutlass.const_expr(v.is_gated):
+            rows = features * 2
+        for step in cutlass.range(v.num_steps, unroll=1):
+            column = step * v.stage_columns
+            num_bytes = Int32(v.stage_columns * 2)
+            if cutlass.const_expr(v.num_columns % v.stage_columns):
+                num_bytes = cutlass.min(num_bytes, (v.num_columns - column) * 2)
+            cute.arch.mbarrier_wait(is_empty + slot, phase)
+            to = to_loader + slot * self.stage_bytes
+            barrier = Int32((is_full + slot).toint())
+            with cute.arch.elect_one():
+                if loader == 0:
+                    cute.arch.mbarrier_arrive_and_expect_tx(is_full + slot, rows * num_bytes)
+                # One thread starts all copies of its warp: the instruction takes addresses that
+                # are the warp's, so lanes with different ones would come one by one, slower.
+                for part in cutlass.range_constexpr(-(-v.tile // v.num_loaders)):
+                    feature, half = self._source_of(part)
+                    if loader + part * v.num_loaders < v.tile and feature + loader < features:
+                        bulk_load(
+                            to + part * v.num_loaders * self.pitch,
+                            own[half] + feature * row_bytes + Int64(column) * 2,
+                            num_bytes,
+                            barrier,
+                            policy,
+                        )
+            slot += 1
+            if slot == v.num_stages:
+                slot = Int32(0)
+                phase ^= 1
+        return slot, phase
 
     def _source_of(self, part: int) -> tuple[int, int]:
-        """(out feature, row of weights) of row `part * num_loaders` of a tile, from its first.
+        """(out feature, is it of `up`) of row `part * num_loaders` of a tile.
 
         Tiles of gates alternate: eight rows of the gate, the same eight of `up`.
         """
-        v = self.v
-        row = part * v.num_loaders
-        if not v.is_gated:
-            return row, row
-        feature = row // 16 * 8 + row % 8
-        return feature, feature + (v.num_features if row % 16 >= 8 else 0)
+        row = part * self.v.num_loaders
+        if not self.v.is_gated:
+            return row, 0
+        return row // 16 * 8 + row % 8, int(row % 16 >= 8)
+
+    def _addresses(self, weight: cute.Tensor, expert: Int32, first: Int32) -> list[Int64]:
+        """Of row `first` of an expert, and of its up."""
+        row_bytes = Int64(weight.stride[1]) * 2
+        gate = (
+            weight.iterator.toint()
+            + Int64(expert) * Int64(weight.stride[0]) * 2
+            + Int64(first) * row_bytes
+        )
+        return [gate, gate + self.v.num_features * row_bytes]
+
+    def _shared_addresses(self, weights: list[cute.Tensor], first: Int32) -> list[Int64]:
+        offset = Int64(first) * Int64(weights[0].stride[0]) * 2
+        return [weight.iterator.toint() + offset for weight in weights]
+
+    def _own_column(self) -> Int32:
+        """This lane's first column of a stage."""
+        warp = cute.arch.make_warp_uniform(cute.arch.warp_idx())
+        return warp * self.warp_columns + (cute.arch.lane_idx() % 4) * 8
+
+    def _load_x(self, x: cute.Tensor, row: Int32, has_row: Int32) -> list[tuple]:
+        """This lane's words of a row of x, of all columns of a tile; zeros without a row."""
+        own_column = self._own_column()
+        address = x.iterator.toint() + (Int64(row) * Int64(x.stride[0]) + Int64(own_column)) * 2
+        return [
+            self._load_step(address, has_row, own_column, step)
+            for step in range(self.v.num_steps * self.steps_per_stage)
+        ]
 
     @cute.jit
-    def _multiply(self, x, output, group_pairs, ring, sums, is_full, is_empty, item, last) -> None:
+    def _multiply_tile(self, x_parts, ring, sums, barriers, place) -> tuple:
+        """Put each warp's sums of a tile where all can read them; returns the place after it."""
         v = self.v
+        slot, phase = place
         lane = cute.arch.lane_idx()
         warp = cute.arch.make_warp_uniform(cute.arch.warp_idx())
-        row = lane // 4
-        # This lane's first column.
-        own_column = warp * self.warp_columns + (lane % 4) * 8
-        own_address = Int32(ring.iterator.toint()) + row * self.pitch + own_column * 2
-        slot = Int32(0)
-        phase = Int32(0)
-        while item < last:
-            group = item // v.num_tiles
-            last_of_group = cutlass.min((group + 1) * v.num_tiles, last)
-            pair = Int32(group_pairs[group * GROUP + row])
-            has_pair = Int32(pair >= 0)
-            x_row = pair * has_pair
-            if cutlass.const_expr(v.is_gated):
-                x_row = x_row // v.num_top
-            x_address = (
-                x.iterator.toint() + (Int64(x_row) * Int64(x.stride[0]) + Int64(own_column)) * 2
-            )
-            x_parts = [
-                self._load_step(x_address, has_pair, own_column, step)
-                for step in range(v.num_steps * self.steps_per_stage)
-            ]
-            while item < last_of_group:
-                total = [[Float32(0.0) for _ in range(4)] for _ in range(self.tile_blocks)]
-                for stage in cutlass.range_constexpr(v.num_steps):
-                    cute.arch.mbarrier_wait(is_full + slot, phase)
-                    address = own_address + slot * self.stage_bytes
-                    for i in cutlass.range_constexpr(self.steps_per_stage):
-                        step = stage * self.steps_per_stage + i
-                        self._multiply_step(total, x_parts[step], address, own_column, step, i)
-                    # Loads still under way would read what the next bulk copy puts there: it
-                    # writes through another proxy, which an arrival alone does not order behind
-                    # them.
-                    cute.arch.fence_proxy("async.shared", space="cta")
-                    cute.arch.sync_warp()
-                    if lane == 0:
-                        cute.arch.mbarrier_arrive(is_empty + slot)
-                    slot += 1
-                    if slot == v.num_stages:
-                        slot = Int32(0)
-                        phase ^= 1
-                self._sum_up(total, sums, warp, lane)
-                first = item % v.num_tiles * v.tile_features
-                self._store(sums, output, group_pairs, group, first)
-                item += 1
+        own_column = self._own_column()
+        own_address = Int32(ring.iterator.toint()) + lane // 4 * self.pitch + own_column * 2
+        is_full = barriers.iterator
+        is_empty = barriers.iterator + v.num_stages
+        total = [[Float32(0.0) for _ in range(4)] for _ in range(self.tile_blocks)]
+        for stage in cutlass.range_constexpr(v.num_steps):
+            cute.arch.mbarrier_wait(is_full + slot, phase)
+            address = own_address + slot * self.stage_bytes
+            for i in cutlass.range_constexpr(self.steps_per_stage):
+                step = stage * self.steps_per_stage + i
+                self._multiply_step(total, x_parts[step], address, own_column, step, i)
+            # Loads still under way would read what the next bulk copy puts there: it writes
+            # through another proxy, which an arrival alone does not order behind them.
+            cute.arch.fence_proxy("async.shared", space="cta")
+            cute.arch.sync_warp()
+            if lane == 0:
+                cute.arch.mbarrier_arrive(is_empty + slot)
+            slot += 1
+            if slot == v.num_stages:
+                slot = Int32(0)
+                phase ^= 1
+        # The sums of the tile before have been read.
+        cute.arch.barrier(barrier_id=_MULTIPLYING, number_of_threads=self.num_consumers)
+        for block in cutlass.range_constexpr(self.tile_blocks):
+            for i in cutlass.range_constexpr(4):
+                row = (lane % 4) * 2 + i % 2
+                place_of_sum = block * 16 + lane // 4 + (i // 2) * 8
+                sums[(warp * GROUP + row) * self.sum_pitch + place_of_sum] = total[block][i]
+        cute.arch.barrier(barrier_id=_MULTIPLYING, number_of_threads=self.num_consumers)
+        return slot, phase
 
     def _is_cut(self, step: int) -> bool:
         """Whether columns of a step may lie beyond the last."""
@@ -382,41 +447,6 @@ class ExpertKernel:
                 a = (upper[half], lower[half], upper[half + 1], lower[half + 1])
                 total[block] = mma_bf16(a, x_part[half : half + 2], total[block])
 
-    @cute.jit
-    def _sum_up(self, total, sums, warp, lane) -> None:
-        """Put this warp's sums where all can read them."""
-        # The sums of the tile before have been read.
-        cute.arch.barrier(barrier_id=1, number_of_threads=self.num_consumers)
-        for block in cutlass.range_constexpr(self.tile_blocks):
-            for i in cutlass.range_constexpr(4):
-                row = (lane % 4) * 2 + i % 2
-                place = block * 16 + lane // 4 + (i // 2) * 8
-                sums[(warp * GROUP + row) * self.sum_pitch + place] = total[block][i]
-        cute.arch.barrier(barrier_id=1, number_of_threads=self.num_consumers)
-
-    @cute.jit
-    def _store(self, sums, output, group_pairs, group, first) -> None:
-        """Add the warps' sums up and store them, those of the gated kernel through SwiGLU."""
-        v = self.v
-        tid, _, _ = cute.arch.thread_idx()
-        for i in cutlass.range_constexpr(-(-GROUP * v.tile_features // self.num_consumers)):
-            index = tid + i * self.num_consumers
-            row = index // v.tile_features
-            feature = index % v.tile_features
-            if row < GROUP and first + feature < v.num_features:
-                pair = Int32(group_pairs[group * GROUP + row])
-                if pair >= 0:
-                    place = row * self.sum_pitch + feature
-                    if cutlass.const_expr(v.is_gated):
-                        place = row * self.sum_pitch + feature // 8 * 16 + feature % 8
-                    value = self._sum_of_warps(sums, place)
-                    if cutlass.const_expr(v.is_gated):
-                        up = self._sum_of_warps(sums, place + 8)
-                        value = value / (Float32(1.0) + cute.math.exp(-value)) * up
-                        output[pair, first + feature] = BFloat16(value)
-                    else:
-                        output[pair, first + feature] = value
-
     def _sum_of_warps(self, sums, place):
         value = sums[place]
         for w in range(1, self.v.num_warps):
@@ -424,59 +454,334 @@ class ExpertKernel:
         return value
 
 
-# Threads of a block of the last kernel, four columns each.
-_SUM_THREADS = 128
+def _select(condition: Int32, value: Int32, other: Int32) -> Int32:
+    """`value` where the condition is 1, `other` where it is 0."""
+    mask = Int32(0) - condition
+    return (value & mask) | (other & ~mask)
 
 
-class SumKernel:
-    """Weighted sum of each token's pairs, in their order; `__call__` is its launcher."""
+def _order_of(value: Float32) -> Int32:
+    """A number that is in order as floats are, of which NaN is as large as infinity."""
+    bits = value.bitcast(Int32)
+    key = bits ^ ((bits >> 31) & 0x7FFFFFFF)
+    return _select(Int32(value != value), Int32(0x7F800000), key)
 
-    def __init__(self, num_top: int) -> None:
-        self.num_top = num_top
+
+def _share(number: Int32) -> tuple[Int32, Int32]:
+    """This block's part of a range of so many: from where to where."""
+    block, _, _ = cute.arch.block_idx()
+    num_blocks, _, _ = cute.arch.grid_dim()
+    return block * number // num_blocks, (block + 1) * number // num_blocks
+
+
+class GateUpKernel(ExpertKernel):
+    """silu(gate x) * (up x) of each pair, and of each token; `__call__` is its launcher."""
 
     @cute.jit
     def __call__(
         self,
-        products: cute.Tensor,
-        weights: cute.Tensor,
-        ids: cute.Tensor,
+        x: cute.Tensor,
+        choice: cute.Tensor,
+        factors: cute.Tensor,
+        scale: Float32,
+        weight: cute.Tensor,
+        shared_gate: cute.Tensor,
+        shared_up: cute.Tensor,
         output: cute.Tensor,
-        num_experts: Int32,
+        num_blocks: Int32,
         stream: Any,
     ) -> None:
-        columns = _SUM_THREADS * 4
-        self.kernel(products, weights, ids, output, num_experts).launch(
-            grid=((output.shape[1] + columns - 1) // columns, output.shape[0], 1),
-            block=(_SUM_THREADS, 1, 1),
+        self.kernel(x, choice, factors, scale, weight, shared_gate, shared_up, output).launch(
+            grid=(num_blocks, 1, 1),
+            block=(self.num_threads, 1, 1),
             stream=stream,
-            use_pdl=True,
+            use_pdl=self.v.use_pdl,
         )
 
     @cute.kernel
     def kernel(
         self,
-        products: cute.Tensor,
-        weights: cute.Tensor,
-        ids: cute.Tensor,
+        x: cute.Tensor,
+        choice: cute.Tensor,
+        factors: cute.Tensor,
+        scale: Float32,
+        weight: cute.Tensor,
+        shared_gate: cute.Tensor,
+        shared_up: cute.Tensor,
         output: cute.Tensor,
-        num_experts: Int32,
     ) -> None:
+        v = self.v
         tid, _, _ = cute.arch.thread_idx()
-        block, token, _ = cute.arch.block_idx()
-        column = (block * _SUM_THREADS + tid) * 4
+        warp = cute.arch.make_warp_uniform(cute.arch.warp_idx())
+        ring, sums, _, plan, barriers = self._allocate()
+        self._init_barriers(barriers, tid)
+        if warp >= v.num_warps:
+            given = (choice, factors, scale)
+            self._load(given, weight, [shared_gate, shared_up], ring, plan, barriers)
+        else:
+            cute.arch.griddepcontrol_wait()
+            self._multiply(x, output, choice.shape[0], ring, sums, plan, barriers)
+
+    def _routed(self, num_groups) -> tuple[Int32, Int32]:
+        """This block's rows of the chosen experts, such that its share of all rows is even."""
+        if not self.v.has_shared:
+            return _share(num_groups * self.v.num_features)
+        shared, shared_end = _share(self.v.num_features)
+        row, end = _share((num_groups + 1) * self.v.num_features)
+        return row - shared, end - shared_end
+
+    @cute.jit
+    def _load(self, choice, weight, shared_weights, ring, plan, barriers) -> None:
+        v = self.v
+        place = (Int32(0), Int32(1))
+        if cutlass.const_expr(v.has_shared):
+            row_bytes = Int64(shared_weights[0].stride[0]) * 2
+            row, end = _share(v.num_features)
+            while row < end:
+                features = cutlass.min(end - row, v.tile_features)
+                addresses = self._shared_addresses(shared_weights, row)
+                place = self._load_tile(addresses, row_bytes, features, ring, barriers, place)
+                row += features
         cute.arch.griddepcontrol_wait()
         cute.arch.griddepcontrol_launch_dependents()
-        if column < output.shape[1]:
-            total = [Float32(0.0) for _ in range(4)]
-            for k in cutlass.range_constexpr(self.num_top):
-                expert = Int64(ids[token, k])
-                if expert >= 0 and expert < num_experts:
-                    offset = Int64(token * self.num_top + k) * Int64(products.stride[0]) + column
-                    values = load_global_v4(products.iterator.toint() + offset * 4)
-                    for i in cutlass.range_constexpr(4):
-                        total[i] += weights[token, k] * values[i]
-            for i in cutlass.range_constexpr(4):
-                output[token, column + i] = BFloat16(total[i])
+        self._plan(*choice, weight.shape[0], plan)
+        group_expert, number = plan[3], plan[5]
+        row, end = self._routed(number[0])
+        row_bytes = Int64(weight.stride[1]) * 2
+        while row < end:
+            first = row % v.num_features
+            features = cutlass.min(cutlass.min(end - row, v.num_features - first), v.tile_features)
+            addresses = self._addresses(weight, group_expert[row // v.num_features], first)
+            place = self._load_tile(addresses, row_bytes, features, ring, barriers, place)
+            row += features
+
+    @cute.jit
+    def _multiply(self, x, output, num_tokens, ring, sums, plan, barriers) -> None:
+        v = self.v
+        x_row = cute.arch.lane_idx() // 4
+        place = (Int32(0), Int32(0))
+        group_pairs, number = plan[4], plan[5]
+        if cutlass.const_expr(v.has_shared):
+            has_token = Int32(x_row < num_tokens)
+            token_parts = self._load_x(x, x_row * has_token, has_token)
+            row, end = _share(v.num_features)
+            while row < end:
+                features = cutlass.min(end - row, v.tile_features)
+                place = self._multiply_tile(token_parts, ring, sums, barriers, place)
+                self._store_shared(sums, output, num_tokens, row, features)
+                row += features
+        cute.arch.barrier(barrier_id=_ALL, number_of_threads=self.num_threads)
+        row, end = self._routed(number[0])
+        while row < end:
+            group = row // v.num_features
+            end_of_group = cutlass.min((group + 1) * v.num_features, end)
+            pair = Int32(group_pairs[group * GROUP + x_row])
+            has_pair = Int32(pair >= 0)
+            x_parts = self._load_x(x, pair * has_pair // v.num_top, has_pair)
+            while row < end_of_group:
+                features = cutlass.min(end_of_group - row, v.tile_features)
+                place = self._multiply_tile(x_parts, ring, sums, barriers, place)
+                self._store(sums, output, group_pairs, group, row % v.num_features, features)
+                row += features
+
+    @cute.jit
+    def _store_shared(self, sums, output, num_tokens, first, features) -> None:
+        """SwiGLU of a tile of the shared expert; its rows come behind those of the pairs."""
+        v = self.v
+        tid, _, _ = cute.arch.thread_idx()
+        for i in cutlass.range_constexpr(-(-GROUP * v.tile_features // self.num_consumers)):
+            index = tid + i * self.num_consumers
+            row = index // v.tile_features
+            feature = index % v.tile_features
+            if row < num_tokens and feature < features:
+                output[num_tokens * v.num_top + row, first + feature] = self._swiglu(
+                    sums, row, feature
+                )
+
+    @cute.jit
+    def _store(self, sums, output, group_pairs, group, first, features) -> None:
+        """SwiGLU of a tile of a group."""
+        v = self.v
+        tid, _, _ = cute.arch.thread_idx()
+        for i in cutlass.range_constexpr(-(-GROUP * v.tile_features // self.num_consumers)):
+            index = tid + i * self.num_consumers
+            row = index // v.tile_features
+            feature = index % v.tile_features
+            if row < GROUP and feature < features:
+                pair = Int32(group_pairs[group * GROUP + row])
+                if pair >= 0:
+                    output[pair, first + feature] = self._swiglu(sums, row, feature)
+
+    def _swiglu(self, sums, row, feature) -> BFloat16:
+        place = row * self.sum_pitch + feature // 8 * 16 + feature % 8
+        gate = self._sum_of_warps(sums, place)
+        up = self._sum_of_warps(sums, place + 8)
+        return BFloat16(gate / (Float32(1.0) + cute.math.exp(-gate)) * up)
+
+
+class DownKernel(ExpertKernel):
+    """Each token's weighted sum over its experts, plus the shared one's; see `ExpertKernel`."""
+
+    @cute.jit
+    def __call__(
+        self,
+        hidden: cute.Tensor,
+        choice: cute.Tensor,
+        factors: cute.Tensor,
+        scale: Float32,
+        weight: cute.Tensor,
+        shared_down: cute.Tensor,
+        residual: cute.Tensor,
+        output: cute.Tensor,
+        num_blocks: Int32,
+        stream: Any,
+    ) -> None:
+        self.kernel(hidden, choice, factors, scale, weight, shared_down, residual, output).launch(
+            grid=(num_blocks, 1, 1),
+            block=(self.num_threads, 1, 1),
+            stream=stream,
+            use_pdl=self.v.use_pdl,
+        )
+
+    @cute.kernel
+    def kernel(
+        self,
+        hidden: cute.Tensor,
+        choice: cute.Tensor,
+        factors: cute.Tensor,
+        scale: Float32,
+        weight: cute.Tensor,
+        shared_down: cute.Tensor,
+        residual: cute.Tensor,
+        output: cute.Tensor,
+    ) -> None:
+        v = self.v
+        tid, _, _ = cute.arch.thread_idx()
+        warp = cute.arch.make_warp_uniform(cute.arch.warp_idx())
+        ring, sums, results, plan, barriers = self._allocate()
+        self._init_barriers(barriers, tid)
+        start, end = _share(Int32(v.num_features))
+        if warp >= v.num_warps:
+            given = (choice, factors, scale)
+            self._load(given, weight, shared_down, ring, plan, barriers, start, end)
+        else:
+            cute.arch.griddepcontrol_wait()
+            cute.arch.griddepcontrol_launch_dependents()
+            self._multiply(
+                hidden, residual, output, ring, sums, results, plan, barriers, start, end
+            )
+
+    @cute.jit
+    def _load(self, choice, weight, shared_down, ring, plan, barriers, start, end) -> None:
+        v = self.v
+        group_expert, number = plan[3], plan[5]
+        place = (Int32(0), Int32(1))
+        row_bytes = Int64(weight.stride[1]) * 2
+        first = start
+        while first < end:
+            features = cutlass.min(end - first, v.tile)
+            if cutlass.const_expr(v.has_shared):
+                rows = self._shared_addresses([shared_down], first)
+                shared_bytes = Int64(shared_down.stride[0]) * 2
+                place = self._load_tile(rows, shared_bytes, features, ring, barriers, place)
+            if first == start:
+                self._plan(*choice, weight.shape[0], plan)
+            group = Int32(0)
+            while group < number[0]:
+                addresses = self._addresses(weight, group_expert[group], first)
+                place = self._load_tile(addresses, row_bytes, features, ring, barriers, place)
+                group += 1
+            first += features
+
+    @cute.jit
+    def _multiply(
+        self, hidden, residual, output, ring, sums, results, plan, barriers, start, end
+    ) -> None:
+        v = self.v
+        group_pairs, number = plan[4], plan[5]
+        num_tokens = output.shape[0]
+        x_row = cute.arch.lane_idx() // 4
+        place = (Int32(0), Int32(0))
+        first = start
+        while first < end:
+            features = cutlass.min(end - first, v.tile)
+            if cutlass.const_expr(v.has_shared):
+                has_token = Int32(x_row < num_tokens)
+                row = (num_tokens * v.num_top + x_row) * has_token
+                token_parts = self._load_x(hidden, row, has_token)
+                place = self._multiply_tile(token_parts, ring, sums, barriers, place)
+                self._keep_shared(sums, results)
+            if first == start:
+                cute.arch.barrier(barrier_id=_ALL, number_of_threads=self.num_threads)
+            self._clear(results)
+            group = Int32(0)
+            while group < number[0]:
+                pair = Int32(group_pairs[group * GROUP + x_row])
+                has_pair = Int32(pair >= 0)
+                x_parts = self._load_x(hidden, pair * has_pair, has_pair)
+                place = self._multiply_tile(x_parts, ring, sums, barriers, place)
+                self._add_group(sums, results, plan, group)
+                group += 1
+            self._store(results, residual, output, first, features)
+            first += features
+
+    # Each thread owns some (token, feature) of a tile in all of the following.
+
+    def _num_own(self) -> int:
+        return -(-GROUP * self.v.tile // self.num_consumers)
+
+    @cute.jit
+    def _keep_shared(self, sums, results) -> None:
+        v = self.v
+        tid, _, _ = cute.arch.thread_idx()
+        for i in cutlass.range_constexpr(self._num_own()):
+            index = tid + i * self.num_consumers
+            if index < GROUP * v.tile:
+                place = index // v.tile * self.sum_pitch + index % v.tile
+                results[GROUP * v.tile + index] = self._sum_of_warps(sums, place)
+
+    @cute.jit
+    def _clear(self, results) -> None:
+        tid, _, _ = cute.arch.thread_idx()
+        for i in cutlass.range_constexpr(self._num_own()):
+            index = tid + i * self.num_consumers
+            if index < GROUP * self.v.tile:
+                results[index] = Float32(0.0)
+
+    @cute.jit
+    def _add_group(self, sums, results, plan, group) -> None:
+        v = self.v
+        pair_weight, group_pairs = plan[2], plan[4]
+        tid, _, _ = cute.arch.thread_idx()
+        for i in cutlass.range_constexpr(self._num_own()):
+            index = tid + i * self.num_consumers
+            if index < GROUP * v.tile:
+                token = index // v.tile
+                for row in cutlass.range_constexpr(GROUP):
+                    pair = Int32(group_pairs[group * GROUP + row])
+                    # A token that has the expert twice has two rows.
+                    if pair >= 0 and pair // v.num_top == token:
+                        place = row * self.sum_pitch + index % v.tile
+                        results[index] += pair_weight[pair] * self._sum_of_warps(sums, place)
+
+    @cute.jit
+    def _store(self, results, residual, output, first, features) -> None:
+        """Each summand is rounded, and each sum: what plain torch does, in its order."""
+        v = self.v
+        tid, _, _ = cute.arch.thread_idx()
+        for i in cutlass.range_constexpr(self._num_own()):
+            index = tid + i * self.num_consumers
+            token = index // v.tile
+            feature = index % v.tile
+            if token < output.shape[0] and feature < features:
+                value = BFloat16(results[index])
+                if cutlass.const_expr(v.has_shared):
+                    shared = BFloat16(results[GROUP * v.tile + index])
+                    value = BFloat16(Float32(value) + Float32(shared))
+                if cutlass.const_expr(v.has_residual):
+                    kept = residual[token, first + feature]
+                    value = BFloat16(Float32(kept) + Float32(value))
+                output[token, first + feature] = value
 
 
 def _matrix(dtype: Any, last_stride: Any, align: int, row_divisibility: int = 1) -> Any:
@@ -486,7 +791,8 @@ def _matrix(dtype: Any, last_stride: Any, align: int, row_divisibility: int = 1)
     )
 
 
-def _ids(dtype: Any) -> Any:
+def _numbers(dtype: Any) -> Any:
+    """A matrix of any strides."""
     return _matrix(dtype, cute.sym_int64(), dtype.width // 8)
 
 
@@ -494,42 +800,61 @@ def compile_variant(variant: Variant, ids_dtype: Any, arch: str, options: str = 
     """Compile one variant; see `compile_kernel`. `ids_dtype` is CuTe's Int32 or Int64."""
     strides = (cute.sym_int64(divisibility=8), cute.sym_int64(divisibility=8), 1)
     shape = (cute.sym_int32(), cute.sym_int32(), cute.sym_int32())
-    return compile_kernel(
-        ExpertKernel(variant),
-        _matrix(BFloat16, 1, 16, 8),
-        _ids(ids_dtype),
-        make_fake_tensor(BFloat16, shape, strides, assumed_align=16),
-        _matrix(BFloat16 if variant.is_gated else Float32, 1, 16, 4),
-        Int32(1),
-        arch=arch,
-        options=options,
-    )
-
-
-def compile_sum(num_top: int, ids_dtype: Any, arch: str, options: str = "") -> Any:
-    """Compile the last kernel; see `compile_kernel`."""
-    return compile_kernel(
-        SumKernel(num_top),
-        _matrix(Float32, 1, 16, 4),
-        _matrix(Float32, cute.sym_int64(), 4),
-        _ids(ids_dtype),
-        _matrix(BFloat16, 1, 16, 8),
-        Int32(1),
-        arch=arch,
-        options=options,
-    )
+    weight = make_fake_tensor(BFloat16, shape, strides, assumed_align=16)
+    choice = _numbers(Float32 if variant.num_logits else ids_dtype)
+    given = (_matrix(BFloat16, 1, 16, 8), choice, _numbers(Float32), Float32(1.0), weight)
+    kernel: ExpertKernel
+    others: tuple[Any, ...] = tuple(_matrix(BFloat16, 1, 16, 8) for _ in range(3))
+    if variant.is_gated:
+        kernel = GateUpKernel(variant)
+    else:
+        kernel = DownKernel(variant)
+        others = (others[0], _numbers(BFloat16), others[1])
+    return compile_kernel(kernel, *given, *others, Int32(1), arch=arch, options=options)
 
 
 _compiled = functools.cache(compile_variant)
-_compiled_sum = functools.cache(compile_sum)
 
 # Shared memory of a multiprocessor, less what the system keeps for each block.
 _SHARED_BYTES = 226 * 1024
 
 
+@dataclass(frozen=True)
+class Choice:
+    """Which experts the tokens take, and how they are weighed: given, or by the router's logits.
+
+    Attributes:
+        choice: ids int32 or int64 [M, K], or logits fp32 [M, E].
+        factors: router weights fp32 [M, K], or the router's bias fp32 [1, E].
+        num_top: K.
+        scale: of the weights that are chosen.
+        normalizes: see `Variant`.
+    """
+
+    choice: torch.Tensor
+    factors: torch.Tensor
+    num_top: int
+    scale: float = 1.0
+    normalizes: bool = False
+
+    @property
+    def num_logits(self) -> int:
+        """Experts that are chosen from, or 0 where ids are given."""
+        return self.choice.shape[1] if self.choice.is_floating_point() else 0
+
+
 @functools.cache
 def variant_for(
-    num_columns: int, num_features: int, num_top: int, config: StreamConfig, *, is_gated: bool
+    num_columns: int,
+    num_features: int,
+    num_top: int,
+    config: StreamConfig,
+    *,
+    is_gated: bool,
+    has_shared: bool = False,
+    has_residual: bool = False,
+    num_logits: int = 0,
+    normalizes: bool = False,
 ) -> Variant:
     """The kernel for a weight, with as many stages as fit."""
     if is_gated and config.tile % 16:
@@ -539,6 +864,10 @@ def variant_for(
         num_features=num_features,
         num_top=num_top,
         is_gated=is_gated,
+        has_shared=has_shared,
+        has_residual=has_residual,
+        num_logits=num_logits,
+        normalizes=normalizes,
         tile=config.tile,
         stage_columns=config.stage_columns,
         num_stages=1,
@@ -550,21 +879,73 @@ def variant_for(
     return replace(variant, num_stages=max(1, min(left // (kernel.stage_bytes + 16), 32)))
 
 
-def run_product(
+def _launch(
+    choice: Choice,
     source: torch.Tensor,
-    ids_MK: torch.Tensor,
     weight: torch.Tensor,
-    target: torch.Tensor,
-    config: StreamConfig | None = None,
+    others: tuple[torch.Tensor, ...],
+    config: StreamConfig | None,
     *,
     is_gated: bool,
+    has_shared: bool,
+    has_residual: bool = False,
 ) -> None:
-    """Launch the kernel over gate_up [E, 2 I, C] or down [E, C, I]; target is [P, features]."""
-    num_columns, num_features = weight.shape[2], target.shape[1]
-    config = config or stream_config_for(num_columns, is_gated=is_gated)
-    variant = variant_for(num_columns, num_features, ids_MK.shape[1], config, is_gated=is_gated)
-    run = _compiled(variant, _ids_dtype(ids_MK), arch_of(source.device))
-    run(source, ids_MK, weight, target, num_multiprocessors(source.device))
+    num_columns = weight.shape[2]
+    variant = variant_for(
+        num_columns,
+        others[-1].shape[1],
+        choice.num_top,
+        config or stream_config_for(num_columns, is_gated=is_gated),
+        is_gated=is_gated,
+        has_shared=has_shared,
+        has_residual=has_residual,
+        num_logits=choice.num_logits,
+        normalizes=choice.normalizes,
+    )
+    ids_dtype = Int32 if choice.choice.dtype == torch.int32 else Int64
+    run = _compiled(variant, ids_dtype, arch_of(source.device))
+    number = num_multiprocessors(source.device)
+    run(source, choice.choice, choice.factors, choice.scale, weight, *others, number)
+
+
+def run_gate_up(
+    x_MC: torch.Tensor,
+    choice: Choice,
+    gate_up: torch.Tensor,
+    shared: tuple[torch.Tensor, torch.Tensor] | None,
+    hidden: torch.Tensor,
+    config: StreamConfig | None = None,
+) -> None:
+    """Launch the first kernel; rows of `hidden` are pairs, then tokens of the shared expert."""
+    others = (*(shared or (gate_up[0], gate_up[0])), hidden)
+    _launch(choice, x_MC, gate_up, others, config, is_gated=True, has_shared=shared is not None)
+
+
+def run_down(
+    hidden: torch.Tensor,
+    choice: Choice,
+    down: torch.Tensor,
+    shared_down: torch.Tensor | None,
+    residual: torch.Tensor | None,
+    output_MC: torch.Tensor,
+    config: StreamConfig | None = None,
+) -> None:
+    """Launch the second kernel."""
+    others = (
+        down[0] if shared_down is None else shared_down,
+        output_MC if residual is None else residual,
+        output_MC,
+    )
+    _launch(
+        choice,
+        hidden,
+        down,
+        others,
+        config,
+        is_gated=False,
+        has_shared=shared_down is not None,
+        has_residual=residual is not None,
+    )
 
 
 def moe_experts_cute(
@@ -575,23 +956,16 @@ def moe_experts_cute(
     down: torch.Tensor,
 ) -> torch.Tensor:
     """Launch the kernels; an x with gaps is made dense first, a weight never."""
-    num_tokens, num_top = ids_MK.shape
-    num_experts, num_hidden, num_inner = down.shape
-    hidden_PI = x_MC.new_empty((num_tokens * num_top, num_inner))
-    product_PC = x_MC.new_empty((num_tokens * num_top, num_hidden), dtype=torch.float32)
-    output_MC = x_MC.new_empty((num_tokens, num_hidden))
-    run_product(_rows_to_load(x_MC), ids_MK, gate_up, hidden_PI, is_gated=True)
-    run_product(hidden_PI, ids_MK, down, product_PC, is_gated=False)
-    run = _compiled_sum(num_top, _ids_dtype(ids_MK), arch_of(x_MC.device))
-    run(product_PC, weights_MK.float(), ids_MK, output_MC, num_experts)
+    x_MC = rows_to_load(x_MC)
+    choice = Choice(ids_MK, weights_MK.float(), ids_MK.shape[1])
+    hidden_PI = x_MC.new_empty((ids_MK.numel(), down.shape[2]))
+    output_MC = x_MC.new_empty((x_MC.shape[0], down.shape[1]))
+    run_gate_up(x_MC, choice, gate_up, None, hidden_PI)
+    run_down(hidden_PI, choice, down, None, None, output_MC)
     return output_MC
 
 
-def _ids_dtype(ids_MK: torch.Tensor) -> Any:
-    return Int64 if ids_MK.dtype == torch.int64 else Int32
-
-
-def _rows_to_load(x_MC: torch.Tensor) -> torch.Tensor:
+def rows_to_load(x_MC: torch.Tensor) -> torch.Tensor:
     """x with rows that can be loaded 16 bytes at a time."""
     if x_MC.shape[0] == 1:
         # The stride of the only row means nothing, and may be anything.

@@ -48,6 +48,14 @@ def moe_router(
     Returns:
         weights float32 [M, K] and ids int64 [M, K], contiguous.
     """
+    check_router(x_MC, weight_EC, bias_E, top_k)
+    return _moe_router_op(x_MC, weight_EC, bias_E, top_k, normalize, scale, backend or "")
+
+
+def check_router(
+    x_MC: torch.Tensor, weight_EC: torch.Tensor, bias_E: torch.Tensor, top_k: int
+) -> None:
+    """Raise ValueError unless the router can take these."""
     for name, tensor in (("x", x_MC), ("weight", weight_EC), ("bias", bias_E)):
         if tensor.dtype not in _DTYPES:
             raise ValueError(
@@ -65,7 +73,6 @@ def moe_router(
         )
     if not 1 <= top_k <= weight_EC.shape[0]:
         raise ValueError(f"moe_router: top_k must be from 1 to {weight_EC.shape[0]}, got {top_k}")
-    return _moe_router_op(x_MC, weight_EC, bias_E, top_k, normalize, scale, backend or "")
 
 
 def moe_router_reference(

@@ -44,6 +44,9 @@ GRID = [
 ]
 
 
+MOE_PARTS = ("glm.moe_router", "glm.moe_experts", "glm.merged_linear")
+
+
 def expected_of(model) -> dict[str, int]:
     """Expected matches from the config, not from the graph as the backend takes them."""
     config = model.config
@@ -83,13 +86,14 @@ def test_compiled_step_equals_the_eager_model(
     assert report.mask_route == "proven"
     assert report.tier == "exact"
     text = final_text(report)
+    # Without a cache the prompt is in the graph, too.
+    is_few = dtype == BF16 and cache is not None and batch_size * query_len <= 8
     attended = "glm.sparse_mla." if cache == "paged" else "glm.sparse_mla_contiguous"
     for op in (
         "glm.topk_select",
         "glm.indexer_prologue",
-        "glm.merged_linear",
-        "glm.moe_router",
-        "glm.moe_experts",
+        # few tokens in bf16: norm, router, experts and shared expert are one op
+        *(("glm.moe_layer",) if is_few else MOE_PARTS),
         attended,
     ):
         assert op in text

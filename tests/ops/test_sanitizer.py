@@ -65,6 +65,17 @@ TOPK_CLUSTERS = """
     Variant("filtered", 4, 256, 4, 8, 2048, 3072, 4),
 """
 
+MOE_LAYER = """
+from glm_compile.ops.moe import moe_layer
+from tests.ops.test_moe_layer import check_error, make_inputs
+
+for tokens, sizes in ((1, (3, 64, 24, 2)), (6, (20, 520, 40, 8))):
+    inputs, residual = make_inputs(tokens, *sizes)
+    moved = [part if isinstance(part, int) else part.cuda() for part in inputs]
+    output = moe_layer(*moved, residual_MC=residual.cuda(), scale=2.5, backend="cute")
+    check_error(output.cpu(), inputs, residual)
+"""
+
 SCRIPTS = {
     "topk": Script(
         "TopkKernel",
@@ -104,17 +115,20 @@ for num_rows, shape in ((1, (200, 1024)), (6, (100, 1000)), (16, (2784, 512))):
 """,
     ),
     "moe_experts": Script(
-        "ExpertKernel",
+        "GateUpKernel",
         """
 from glm_compile.ops.moe import moe_experts
 from tests.ops.test_moe import check_error, make_inputs
 
-for tokens, sizes, ids in ((1, (3, 64, 24, 2), "topk"), (11, (5, 520, 40, 8), "any")):
+for tokens, sizes, ids in ((1, (3, 64, 24, 2), "topk"), (7, (5, 520, 40, 8), "any")):
     inputs = make_inputs(tokens, *sizes, ids=ids)
     output = moe_experts(*(part.cuda() for part in inputs), backend="cute")
     check_error(output.cpu(), *inputs)
 """,
     ),
+    "moe_layer_router": Script("router_", MOE_LAYER),
+    "moe_layer_gate_up": Script("GateUpKernel", MOE_LAYER),
+    "moe_layer_down": Script("DownKernel", MOE_LAYER),
     "mla_absorb": Script(
         "MlaAbsorbKernel",
         """
