@@ -37,7 +37,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from glm_compile.fx_passes import latent_write, layouts, rotations
+from glm_compile.fx_passes import canonical, latent_write, layouts, rotations
 from glm_compile.fx_passes.base import Declined, No, PassOptions, PassResult, where
 from glm_compile.fx_passes.canonical import is_view
 from glm_compile.fx_passes.editing import Builder, erase_dead, refresh
@@ -138,7 +138,13 @@ def _replace(graph: fx.Graph, call: _Call, found: ExpandedLatents) -> list[str]:
     q_nope, q_rot = (
         build.call(aten.permute.default, part, [0, 2, 1, 3]) for part in (q_nope, q_rot)
     )
-    q_BSHC = build.call(glm.mla_absorb_query.default, q_nope, q_rot, weight, *tables, "")
+    # Behind top-k: the weight streams while that leaves the memory idle.
+    is_made_here = layouts.is_call(canonical.peel(call.selection).source, glm.topk_select.default)
+    after = call.selection if is_made_here else None
+    q_BSHC = build.call(
+        glm.mla_absorb_query.default,
+        *(q_nope, q_rot, weight, *tables, after, _next_weight(call.node), ""),
+    )
     q_RHC = build.view(q_BSHC, [-1, num_heads, found.rank + found.num_rope])
     gather = found.latents.source
     is_paged = (
@@ -177,6 +183,22 @@ def _replace(graph: fx.Graph, call: _Call, found: ExpandedLatents) -> list[str]:
         else:
             reasons += latent_write.replace_store(graph, store, attended)
     return reasons
+
+
+def _next_weight(attention: fx.Node) -> fx.Node | None:
+    """The bf16 weight of the one linear that reads what attention gives, if there is one."""
+    front, found = [attention], []
+    while front:
+        for user in front.pop().users:
+            linear = canonical.linear(user)
+            if linear is not None:
+                found.append(linear)
+            elif is_view(user):
+                front.append(user)
+    if len(found) != 1 or len(found[0].weight_casts) > 1:
+        return None
+    weight = found[0].weight
+    return weight if layouts.dtype_of(weight) == torch.bfloat16 else None
 
 
 def _unrotated(build: Builder, rope: Rope, rotated: fx.Node) -> fx.Node:

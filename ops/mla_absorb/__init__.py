@@ -36,6 +36,8 @@ def absorb_query(
     cos: torch.Tensor | None = None,
     sin: torch.Tensor | None = None,
     interleaved: bool = True,
+    after: torch.Tensor | None = None,
+    next_weight: torch.Tensor | None = None,
     backend: str | None = None,
 ) -> torch.Tensor:
     """Return the query in the latent's space: q_nope W_UK of each head, and q_rot behind it.
@@ -51,6 +53,10 @@ def absorb_query(
         cos, sin: q_nope's dtype, [R, P], or [B or 1, S, P] where rows have two axes; both halves
             alike. None where q_rot is rotated already.
         interleaved: pairs are (2i, 2i + 1) and come out evens first; else (i, i + P/2).
+        after: not read. A compiler that orders calls by what they read runs this one behind the one
+            that makes it.
+        next_weight: bfloat16 [*, K], not read either, but brought into the L2 cache in part where
+            the memory has time: the weight of the product behind attention.
         kv_b_weight: q_nope's dtype, [H * (N + V), L], any strides: the rows of a head are W_UK
             [N, L], then W_UV [V, L]. Never copied. The `cute` kernel reads it before the kernel
             ahead has ended: that one may write it only if it lets no dependent in before it has.
@@ -79,7 +85,15 @@ def absorb_query(
     _check_weight(op, kv_b_weight, num_heads, num_nope, "N")
     _check_tables(op, q_rot_RHP, cos, sin)
     return _absorb_query_op(
-        q_nope_RHN, q_rot_RHP, kv_b_weight, cos, sin, interleaved, backend or ""
+        q_nope_RHN,
+        q_rot_RHP,
+        kv_b_weight,
+        cos,
+        sin,
+        interleaved,
+        after,
+        next_weight,
+        backend or "",
     )
 
 
@@ -214,6 +228,7 @@ def _why_no_query_triton(
     cos: torch.Tensor | None,
     sin: torch.Tensor | None,
     interleaved: bool,
+    next_weight: torch.Tensor | None,
 ) -> str | None:
     return _why_not_triton(q_nope, q_rot, kv_b_weight, *(t for t in (cos, sin) if t is not None))
 
@@ -225,6 +240,7 @@ def _why_no_query_library(
     cos: torch.Tensor | None,
     sin: torch.Tensor | None,
     interleaved: bool,
+    next_weight: torch.Tensor | None,
 ) -> str | None:
     if cos is None or sin is None or not cos.shape[-1]:
         return "without a rotation the reference is the library's product"
@@ -238,6 +254,7 @@ def _why_no_query_cute(
     cos: torch.Tensor | None,
     sin: torch.Tensor | None,
     interleaved: bool,
+    next_weight: torch.Tensor | None,
 ) -> str | None:
     num_nope, num_copied = q_nope.shape[-1], q_rot.shape[-1]
     if num_nope == 0 or num_nope % QUERY_ROWS or num_nope > QUERY_ROWS * MAX_WARPS:
@@ -270,16 +287,23 @@ def _run_value_cute(*args: Any) -> torch.Tensor:
     return project_values_cute(*args)
 
 
+def _run_query_reference(*args: Any) -> torch.Tensor:
+    *call, _next_weight = args
+    return absorb_query_reference(*call)
+
+
 def _run_query_triton(*args: Any) -> torch.Tensor:
     from glm_compile.ops.mla_absorb.triton_kernel import absorb_query_triton
 
-    return absorb_query_triton(*args)
+    *call, _next_weight = args
+    return absorb_query_triton(*call)
 
 
 def _run_query_library(*args: Any) -> torch.Tensor:
     from glm_compile.ops.mla_absorb.triton_kernel import absorb_query_library
 
-    return absorb_query_library(*args)
+    *call, _next_weight = args
+    return absorb_query_library(*call)
 
 
 def _run_value_triton(*args: Any) -> torch.Tensor:
@@ -291,7 +315,7 @@ def _run_value_triton(*args: Any) -> torch.Tensor:
 _QUERY_BACKENDS = (
     _dispatch.Backend("cute", _why_no_query_cute, _run_query_cute),
     _dispatch.Backend("triton", _why_no_query_triton, _run_query_triton),
-    _dispatch.Backend("reference", _dispatch.always, absorb_query_reference),
+    _dispatch.Backend("reference", _dispatch.always, _run_query_reference),
     _dispatch.Backend("library", _why_no_query_library, _run_query_library),
 )
 _VALUE_BACKENDS = (
@@ -315,10 +339,12 @@ def _absorb_query(
     cos: torch.Tensor | None,
     sin: torch.Tensor | None,
     interleaved: bool,
+    after: torch.Tensor | None,
+    next_weight: torch.Tensor | None,
     backend: str,
 ) -> torch.Tensor:
     backends = _ordered(_QUERY_BACKENDS, q_nope)
-    call = (q_nope, q_rot, kv_b_weight, cos, sin, interleaved)
+    call = (q_nope, q_rot, kv_b_weight, cos, sin, interleaved, next_weight)
     return _dispatch.run("absorb_query", backends, backend, *call)
 
 
@@ -344,7 +370,7 @@ def _project_values_fake(
 
 _absorb_query_op = register_op(
     "mla_absorb_query(Tensor q_nope, Tensor q_rot, Tensor kv_b_weight, Tensor? cos, Tensor? sin, "
-    "bool interleaved, str backend) -> Tensor",
+    "bool interleaved, Tensor? after, Tensor? next_weight, str backend) -> Tensor",
     _absorb_query,
     _absorb_query_fake,
 )

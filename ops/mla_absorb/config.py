@@ -22,6 +22,12 @@ MAX_WARPS = 16
 # 5.0 / 4.2, 5.0; 8 heads 3.6, 3.9 / 3.4, 3.6; torch's batched products 12.6, 9.1, 7.8, 7.1.
 
 
+# Whether `absorb_query` brings W_UV into the L2 cache for `project_values`, and how many columns of
+# each row of the weight behind: while attention gathers, the memory has time.
+PREFETCHES_VALUES = False
+NEXT_COLUMNS = 0
+
+
 def query_tile(num_heads: int, rank: int) -> int:
     """Out features of a block of `absorb_query`: a multiple of 64."""
     return 128 if num_heads >= 32 and rank % 128 == 0 else LINE
