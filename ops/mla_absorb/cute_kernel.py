@@ -78,6 +78,7 @@ class Variant:
         rotation: how these are rotated: `interleaved` or `half split` pairs; None copies them.
         prefetches: bring the head's W_UV into the L2 cache, for `project_values` of the layer.
         num_next_columns: of each row of another weight to bring into the L2 cache.
+        prefetches_early: do this before the kernels ahead have ended.
         use_pdl: ask for the matrix before the kernels ahead have ended.
         lets_in_early: let dependents in before the kernels ahead have ended.
     """
@@ -91,6 +92,7 @@ class Variant:
     rotation: str | None = None
     prefetches: bool = False
     num_next_columns: int = 0
+    prefetches_early: bool = False
     use_pdl: bool = True
     lets_in_early: bool = False
 
@@ -224,6 +226,8 @@ class MlaAbsorbKernel:
             )
             cute.copy(atom, source, to[None, warp * self.num_boxes + box], tma_bar_ptr=is_full)
 
+        if cutlass.const_expr(v.prefetches_early):
+            self._prefetch((weight, next_weight), output, head, block, row_block, head_rows)
         # Everything below may come from the kernel ahead.
         if cutlass.const_expr(v.lets_in_early):
             cute.arch.griddepcontrol_launch_dependents()
@@ -244,10 +248,8 @@ class MlaAbsorbKernel:
         part = shared_address(boxes.iterator) + warp * self.part_bytes
         cute.arch.mbarrier_wait(is_full, 0)
         # Behind the matrix, which is waited for: the copies end long after this kernel has.
-        if cutlass.const_expr(v.prefetches):
-            self._prefetch_values(weight, head, block, row_block, head_rows, tid)
-        if cutlass.const_expr(v.num_next_columns > 0):
-            self._prefetch_next(next_weight, head, block, row_block, output.shape[1], tid)
+        if cutlass.const_expr(not v.prefetches_early):
+            self._prefetch((weight, next_weight), output, head, block, row_block, head_rows)
         total = [
             [[Float32(0.0) for _ in range(4)] for _ in range(v.row_blocks)]
             for _ in range(v.tile // 16)
@@ -281,6 +283,16 @@ class MlaAbsorbKernel:
                     + Int64(first + feature)
                 )
                 _store_word(output.iterator.toint() + offset * 2, pack_bf16(sum0, sum1))
+
+    @cute.jit
+    def _prefetch(self, weights, output, head, block, row_block, head_rows) -> None:
+        """Bring this block's shares of what is read soon into the L2 cache."""
+        v = self.v
+        tid, _, _ = cute.arch.thread_idx()
+        if cutlass.const_expr(v.prefetches):
+            self._prefetch_values(weights[0], head, block, row_block, head_rows, tid)
+        if cutlass.const_expr(v.num_next_columns > 0):
+            self._prefetch_next(weights[1], head, block, row_block, output.shape[1], tid)
 
     @cute.jit
     def _prefetch_values(self, weight, head, block, row_block, head_rows, tid) -> None:
@@ -621,6 +633,7 @@ def absorb_query_cute(
     lets_in_early: bool | None = None,
     prefetches: bool = PREFETCHES_VALUES,
     num_next_columns: int = NEXT_COLUMNS,
+    prefetches_early: bool = False,
 ) -> torch.Tensor:
     """Launch the kernel; what is named overrides the choices of `config`."""
     rank = kv_b_weight.shape[1]
@@ -643,6 +656,7 @@ def absorb_query_cute(
         num_copied=num_copied,
         rotation=rotation,
         prefetches=prefetches,
+        prefetches_early=prefetches_early,
         num_next_columns=num_next_columns if _can_prefetch(next_weight, num_next_columns) else 0,
         lets_in_early=has_early_dependents(num_heads) if lets_in_early is None else lets_in_early,
     )
