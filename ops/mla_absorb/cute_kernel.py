@@ -78,6 +78,7 @@ class Variant:
         rotation: how these are rotated: `interleaved` or `half split` pairs; None copies them.
         prefetches: bring the head's W_UV into the L2 cache, for `project_values` of the layer.
         num_next_columns: of each row of another weight to bring into the L2 cache.
+        first_next_column: the first one; negative for the last ones.
         prefetches_early: do this before the kernels ahead have ended.
         use_pdl: ask for the matrix before the kernels ahead have ended.
         lets_in_early: let dependents in before the kernels ahead have ended.
@@ -92,6 +93,7 @@ class Variant:
     rotation: str | None = None
     prefetches: bool = False
     num_next_columns: int = 0
+    first_next_column: int = -1
     prefetches_early: bool = False
     use_pdl: bool = True
     lets_in_early: bool = False
@@ -316,7 +318,10 @@ class MlaAbsorbKernel:
         num_blocks = num_heads * num_tiles
         row = tid * num_blocks + head * num_tiles + block + row_block * num_rows
         while row < num_rows:
-            at = Int64(row) * Int64(weight.stride[0]) + Int64(weight.shape[1] - v.num_next_columns)
+            column = Int32(v.first_next_column)
+            if cutlass.const_expr(v.first_next_column < 0):
+                column = weight.shape[1] - v.num_next_columns
+            at = Int64(row) * Int64(weight.stride[0]) + Int64(column)
             _prefetch(weight.iterator.toint() + at * 2, v.num_next_columns * 2)
             row += num_blocks * self.num_threads
 
@@ -634,6 +639,7 @@ def absorb_query_cute(
     prefetches: bool = PREFETCHES_VALUES,
     num_next_columns: int = NEXT_COLUMNS,
     prefetches_early: bool = False,
+    first_next_column: int = -1,
 ) -> torch.Tensor:
     """Launch the kernel; what is named overrides the choices of `config`."""
     rank = kv_b_weight.shape[1]
@@ -657,18 +663,22 @@ def absorb_query_cute(
         rotation=rotation,
         prefetches=prefetches,
         prefetches_early=prefetches_early,
-        num_next_columns=num_next_columns if _can_prefetch(next_weight, num_next_columns) else 0,
+        first_next_column=first_next_column,
+        num_next_columns=num_next_columns
+        if _can_prefetch(next_weight, max(first_next_column, 0) + num_next_columns)
+        else 0,
         lets_in_early=has_early_dependents(num_heads) if lets_in_early is None else lets_in_early,
     )
     copied = _with_batch(q_rot) if num_copied else None
     tables = (cos, sin) if rotation else (None, None)
-    next_weight = next_weight if variant.num_next_columns else None
+    if not variant.num_next_columns:
+        next_weight = None
     _run(x_BSHN, copied, tables, kv_b_weight, output, variant, next_weight)
     return output
 
 
 def _can_prefetch(weight: torch.Tensor | None, num_columns: int) -> bool:
-    """Whether the last columns of each row start at a multiple of 16 bytes."""
+    """Whether rows are so long, and start and end at multiples of 16 bytes."""
     return (
         weight is not None
         and weight.dim() == 2
