@@ -25,8 +25,9 @@ Routes:
     kept    a float mask of which it cannot be shown that it is 0 or the minimum everywhere
 
 Lengths are made where the mask was, because a cache advances the counters that they come from
-inside the layers. Consumers of a mask that is kept, and consumers that are declined themselves,
-keep their nodes and stay right.
+inside the layers; those of an indexer over pages beside it, where that is seen not to happen before
+(`indexer_topk` hands the counter to the kernels then). Consumers of a mask that is kept, and
+consumers that are declined themselves, keep their nodes and stay right.
 """
 
 from __future__ import annotations
@@ -61,6 +62,7 @@ from glm_compile.fx_passes.mask_consumers import (
     first_head,
     is_indexer_topk,
     is_int32_cast,
+    reads_pages,
     split_scores,
     split_selection,
     takes_short_rows,
@@ -96,6 +98,8 @@ class Bounds:
         key_mask: bool, rank 3.
         has_keys: whether every row has a valid key.
         is_open: whether no key is excluded, so that attention needs none of the above.
+        counted: where the lengths are the tokens cached before the step, plus the row and one:
+            the formula, and which of its axes are (batch, query).
     """
 
     lengths: fx.Node
@@ -103,6 +107,7 @@ class Bounds:
     key_mask: fx.Node | None
     has_keys: bool = False
     is_open: bool = False
+    counted: tuple[Lin, dict[int, int]] | None = None
 
 
 def prove_mask(graph_module: fx.GraphModule) -> MaskResult:
@@ -134,6 +139,7 @@ class _Prover:
         self.evaluator = Evaluator()
         self.result = MaskResult("mask")
         self.first_call = next(n for n in self.graph.nodes if n.op != "placeholder")
+        self.counting: list[tuple[fx.Node, _Consumer, Bounds]] = []
 
     def run(self) -> MaskResult:
         attention, indexers = self._find()
@@ -160,6 +166,7 @@ class _Prover:
             if id(consumer) in bounds:
                 self._replace_indexer(consumer, bounds[id(consumer)])
         self._drop_implied_bounds()
+        self._count_where_it_is_read()
         if self.result.num_matches:
             eliminate_dead_code(self.graph)
             self.graph.lint()
@@ -303,7 +310,13 @@ class _Prover:
             and isinstance(num_keys, int)
             and all(form.is_const and form.const >= num_keys for form in reading.lengths)
         )
-        return Bounds(lengths, starts, key_mask, has_keys, is_open)
+        counted = None
+        if has_keys and len(reading.lengths) == 1:
+            (form,) = reading.lengths
+            is_step = set(form.axes) <= {(rank - 2, 1)} and form.const == 1
+            if is_step and [factor for _, factor in form.leaves] == [1]:
+                counted = form, to_rows
+        return Bounds(lengths, starts, key_mask, has_keys, is_open, counted)
 
     def _build_bounds(self, consumer: _Consumer, uses: list[int], is_float: bool) -> Bounds:
         """Lengths from the mask's data; the mask itself is the key mask."""
@@ -409,6 +422,8 @@ class _Prover:
                 index.replace_all_uses_with(wide)
             self.graph.erase_node(index)
         self._fill_short_rows(call, bounds)
+        if bounds.counted is not None and reads_pages(consumer.scores):
+            self.counting.append((call, consumer, bounds))
         self.graph.erase_node(topk)
         self.result.num_indexers += 1
         self._count(consumer)
@@ -442,6 +457,21 @@ class _Prover:
                 _scores, *bounds, _k, _repeats_last = selection.args
                 if bounds == list(node.args[4:7]):
                     node.args = (*node.args[:4], None, None, None, *node.args[7:])
+
+    def _count_where_it_is_read(self) -> None:
+        """Make the lengths of an indexer over pages beside it, where nobody has advanced what they
+        are made of: there they go into its kernels, and no launch is left that makes them."""
+        order = self.writes.order
+        for call, consumer, bounds in self.counting:
+            assert bounds.counted is not None
+            form, to_rows = bounds.counted
+            ((counter, _entries), _factor), *_ = form.leaves
+            if self.writes.writer_between(counter, order[consumer.base], order[consumer.node]):
+                continue
+            builder = _Builder(self, consumer.base, call)
+            builder.like = call
+            sizes = (consumer.batch, consumer.queries)
+            call.update_arg(1, builder.rows([form], torch.minimum, to_rows, sizes))
 
     def _count(self, consumer: _Consumer) -> None:
         self.result.num_matches += 1

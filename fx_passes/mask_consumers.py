@@ -162,3 +162,23 @@ def constant_k(k: Any) -> int:
         if upper.is_finite and upper < math.inf:
             return int(upper)
     raise No(f"the number of selected keys is not constant: {k}")
+
+
+def reads_pages(scores: fx.Node) -> bool:
+    """Whether an indexer, all in one module, scores keys that it reads from pages."""
+    glm, module = torch.ops.glm, _module_of(scores)
+    front, seen = [scores], set[fx.Node]()
+    while front:
+        node = front.pop()
+        if node.target in (glm.paged_gather.default, glm.paged_gather_fp8.default):
+            return True
+        for source in node.all_input_nodes:
+            if source not in seen and _module_of(source) == module:
+                seen.add(source)
+                front.append(source)
+    return False
+
+
+def _module_of(node: fx.Node) -> str | None:
+    """Key of the innermost module that a node comes from."""
+    return next(reversed(node.meta.get("nn_module_stack") or {}), None)

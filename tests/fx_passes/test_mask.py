@@ -771,8 +771,50 @@ def test_paged_cache_with_unequal_lengths() -> None:
     assert (found - expected).abs().max() <= 1e-5
     assert torch.equal(ours.lengths, theirs.lengths)
     assert_rewritten(recorder, "proven", 6)
+    (topk,) = calls(recorder.graphs[0], GLM.masked_topk.default)
+    assert is_made_in_an_indexer(topk.args[1])
     for row, length in enumerate((20, 13)):
         cache = DynamicCache(config=model.config)
         model(tokens(2, PROMPT)[row : row + 1, :length], **{CACHE_ARGUMENT: cache})
         alone = model(ids[row : row + 1], **{CACHE_ARGUMENT: cache}).logits
         assert (found[row : row + 1] - alone).abs().max() <= 1e-5
+
+
+def is_made_in_an_indexer(lengths: torch.fx.Node) -> bool:
+    """Whether a selection's lengths are made beside it, not in the head of the graph."""
+    stack = lengths.meta.get("nn_module_stack") or {}
+    return any("Indexer" in str(kind) for _path, kind in stack.values())
+
+
+@pytest.mark.parametrize("is_advanced", [False, True])
+def test_lengths_are_made_beside_the_indexer_unless_the_counter_has_moved(
+    is_advanced: bool,
+) -> None:
+    """A counter that is advanced between the mask and the indexer no longer says what it saw."""
+    from glm_compile.cache import PagedCache
+
+    model = small_model()
+    recorder = Recorder()
+    hidden = torch.randn(2, 3, model.config.hidden_size)
+
+    def make() -> PagedCache:
+        cache = PagedCache(model.config, 2, 128)
+        cache.auto_advance = False
+        model(tokens(2, PROMPT), **{CACHE_ARGUMENT: cache})
+        cache.set_lengths(torch.tensor([20, 13]))
+        return cache
+
+    def step(hidden: torch.Tensor, cache: PagedCache) -> torch.Tensor:
+        mask = cache.causal_mask(3)
+        positions = cache.lengths[:, None] + torch.arange(3)
+        if is_advanced:
+            cache.lengths.add_(2)
+        indexer = model.model.layers[0].self_attn.indexer
+        tables = model.model.rotary_emb(hidden, position_ids=positions)
+        q_resid = hidden[..., : model.config.q_lora_rank]
+        return indexer(hidden, q_resid, tables, mask[:, 0], None, **{CACHE_ARGUMENT: cache})
+
+    found = torch.compile(step, backend=recorder, fullgraph=True)(hidden, make())
+    assert torch.equal(found.sort(-1).values, step(hidden, make()).sort(-1).values)
+    (topk,) = calls(recorder.graphs[0], GLM.masked_topk.default)
+    assert is_made_in_an_indexer(topk.args[1]) is not is_advanced
