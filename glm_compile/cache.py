@@ -284,18 +284,24 @@ class PagedCache(Cache):
         )
 
     def gather_rows(
-        self, layer_idx: int, topk_BK: torch.Tensor, lengths_B: torch.Tensor | None = None
+        self,
+        layer_idx: int,
+        topk_BSK: torch.Tensor,
+        lengths_B: torch.Tensor | None = None,
+        row_B: torch.Tensor | None = None,
     ) -> DraftSeed:
         """Read the latents of selected positions, once for all steps that attend to them.
 
         Args:
-            topk_BK: positions, int32 or int64. Not counted are those outside [0, length) and those
+            topk_BSK: positions, int32 or int64. Not counted are those outside [0, length) and those
                 equal to the one before. Where none counts, a row of zeros does.
             lengths_B: tokens that count; None = `lengths`.
+            row_B: the row whose selection counts, and up to which the step's tokens do as well;
+                None: the first, and none of them.
         """
         pages = self.layers[layer_idx].latent_pages
         lengths_B = self.lengths if lengths_B is None else lengths_B
-        return DraftSeed(*draft_seed(pages, topk_BK, self.block_table, lengths_B))
+        return DraftSeed(*draft_seed(pages, topk_BSK, self.block_table, lengths_B, row_B=row_B))
 
     def begin_mtp_step(self) -> None:
         """Refuse an MTP layer's step whose rows would not lie beside those of the model.

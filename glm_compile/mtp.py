@@ -111,7 +111,7 @@ class GlmMoeDsaMtp(nn.Module):
         attention_mask: torch.Tensor | None,
         cache: PagedCache,
         *,
-        last_row_B: torch.Tensor | None = None,
+        row_B: torch.Tensor | None = None,
         position_embeddings: tuple[torch.Tensor, torch.Tensor] | None = None,
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Run the layer on S tokens: write its cache rows at `cache.lengths`, select keys, predict.
@@ -123,23 +123,26 @@ class GlmMoeDsaMtp(nn.Module):
             attention_mask: [B,1,S,T] as `cache.causal_mask` makes it; None makes it.
             cache: made with `num_mtp_layers`; its lengths are not advanced here, and must not have
                 been advanced past these tokens.
-            last_row_B: the tokens and hidden states of rows behind this one are taken from it.
+            row_B: the only row of each sequence whose prediction is asked for; None: all are. The
+                cache and the selection get all rows all the same, but no other meets experts.
             position_embeddings: of `embed_positions`; None makes them.
 
         Returns:
-            Hidden states after `shared_head.norm` [B,S,C] and the selected positions int32 [B,S,K].
+            Hidden states after `shared_head.norm` [B,S,C], or with `row_B` [B,1,C], and the
+            selected positions int32 [B,S,K].
         """
         cache.begin_mtp_step()
         if attention_mask is None:
             attention_mask = cache.causal_mask(input_ids_BS.shape[1], self._mask_dtype(hidden_BSC))
         return self._step(
             self.layer,
-            self._join(input_ids_BS, hidden_BSC, last_row_B),
+            self._join(input_ids_BS, hidden_BSC),
             position_ids_BS,
             position_embeddings,
             attention_mask,
             cache,
             None,
+            row_B,
         )
 
     def embed_positions(
@@ -150,19 +153,21 @@ class GlmMoeDsaMtp(nn.Module):
 
     def gather_seed(
         self,
-        topk_B1K: torch.Tensor,
+        topk_BSK: torch.Tensor,
         cache: PagedCache,
         lengths_B: torch.Tensor | None = None,
+        row_B: torch.Tensor | None = None,
     ) -> DraftSeed:
         """Read the latents that the draft steps behind an `extend` attend to.
 
         Args:
-            topk_B1K: selection of the last accepted row. Entries outside [0, length), such as -1,
-                and those equal to the one before are ignored.
+            topk_BSK: selections; that of the last accepted row counts. Entries outside [0, length),
+                such as -1, and those equal to the one before are ignored.
             cache: the one that `extend` wrote.
             lengths_B: accepted tokens that it holds; None = its lengths, which cover them already.
+            row_B: the last accepted row, where the lengths end before the block; None: the first.
         """
-        return cache.gather_rows(self.layer_idx, topk_B1K[:, 0], lengths_B)
+        return cache.gather_rows(self.layer_idx, topk_BSK, lengths_B, row_B)
 
     def draft(
         self,
@@ -188,7 +193,7 @@ class GlmMoeDsaMtp(nn.Module):
         cache = SeedCache(seed, self._model.config.kv_lora_rank)
         hidden, _ = self._step(
             self._draft_layer,
-            self._join(input_ids_B1, hidden_B1C, None),
+            self._join(input_ids_B1, hidden_B1C),
             position_ids_B1,
             position_embeddings,
             cache.mask(self._mask_dtype(hidden_B1C)),
@@ -222,23 +227,31 @@ class GlmMoeDsaMtp(nn.Module):
         attention_mask: torch.Tensor,
         cache: PagedCache | SeedCache,
         topk: torch.Tensor | None,
+        row_B: torch.Tensor | None = None,
     ) -> tuple[torch.Tensor, torch.Tensor]:
         hidden = self.eh_proj(joined)
         if position_embeddings is None:
             position_embeddings = self.embed_positions(position_ids, hidden)
-        hidden, topk = layer(
-            hidden,
-            attention_mask=attention_mask,
-            position_ids=position_ids,
-            position_embeddings=position_embeddings,
-            prev_topk_indices=topk,
-            **{self._cache_argument: cache},
-        )
+        arguments = {
+            "attention_mask": attention_mask,
+            "position_ids": position_ids,
+            "position_embeddings": position_embeddings,
+            "prev_topk_indices": topk,
+            self._cache_argument: cache,
+        }
+        if row_B is not None and _is_untouched(layer, modeling.GlmMoeDsaDecoderLayer):
+            # The layer's own forward, with one row left behind its attention.
+            normed = layer.input_layernorm(hidden)
+            attended, _, topk = layer.self_attn(hidden_states=normed, **arguments)
+            hidden = select_row(hidden + attended, row_B)
+            hidden = hidden + layer.mlp(layer.post_attention_layernorm(hidden))
+        else:
+            hidden, topk = layer(hidden, **arguments)
+            if row_B is not None:
+                hidden = select_row(hidden, row_B)
         return self.shared_head.norm(hidden), topk
 
-    def _join(
-        self, ids_BS: torch.Tensor, hidden_BSC: torch.Tensor, last_row_B: torch.Tensor | None
-    ) -> torch.Tensor:
+    def _join(self, ids_BS: torch.Tensor, hidden_BSC: torch.Tensor) -> torch.Tensor:
         """What `eh_proj` reads [B,S,2C]: one op, unless a module is not what it was made as."""
         embedding = (
             self._model.model.embed_tokens if self.embed_tokens is None else self.embed_tokens
@@ -259,13 +272,7 @@ class GlmMoeDsaMtp(nn.Module):
                 enorm.weight,
                 hnorm.weight,
                 eps=enorm.variance_epsilon,
-                last_row_B=last_row_B,
             )
-        if last_row_B is not None:
-            rows_S = torch.arange(ids_BS.shape[1], device=ids_BS.device)
-            rows_BS = torch.minimum(rows_S, last_row_B[:, None])
-            ids_BS = ids_BS.gather(1, rows_BS)
-            hidden_BSC = hidden_BSC.gather(1, rows_BS[..., None].expand_as(hidden_BSC))
         return torch.cat((enorm(embedding(ids_BS)), hnorm(hidden_BSC)), dim=-1)
 
     def _mask_dtype(self, hidden: torch.Tensor) -> torch.dtype:
@@ -353,6 +360,12 @@ class GlmMoeDsaMtp(nn.Module):
             if name not in (_EMBEDDING, _HEAD)
         }
         return checkpoint_shapes(own, names)
+
+
+def select_row(values_BSX: torch.Tensor, row_B: torch.Tensor) -> torch.Tensor:
+    """One row of each sequence [B,1,X], contiguous."""
+    index_B1X = row_B[:, None, None].expand(-1, 1, values_BSX.shape[-1])
+    return values_BSX.gather(1, index_B1X)
 
 
 def _is_untouched(module: nn.Module, kind: type[nn.Module]) -> bool:

@@ -212,6 +212,7 @@ class Iteration:
         state = self.state
         held_B = None if self.is_index_shared else self.cache.lengths.clone()
         num_proposed = self.num_drafts if num_proposed is None else num_proposed
+        tables = [by_step(table_BXP) for table_BXP in seed[2:]]
         drafts, probs = [], []
         for step in range(num_proposed):
             if self.do_sample:
@@ -230,13 +231,11 @@ class Iteration:
             if step == num_proposed - 1:
                 break
             if self.is_index_shared:
-                latents_BKX, rows_BK, *tables = seed
                 hidden_B1C, logits_B1V = self.mtp.draft(
                     draft_B1,
                     hidden_B1C,
-                    latents_BKX,
-                    rows_BK,
-                    *(_one_step(table_BXP, step) for table_BXP in tables),
+                    *seed[:2],
+                    *(table_XB1P[step] for table_XB1P in tables),
                 )
             else:
                 hidden_B1C, logits_B1V = self.mtp.extend(
@@ -336,9 +335,10 @@ class Iteration:
         )
 
 
-def _one_step(values_BXP: torch.Tensor, step: int) -> torch.Tensor:
-    """One step of each sequence [B,1,P], contiguous: other strides would be another graph."""
-    return values_BXP[:, step].contiguous().view(len(values_BXP), 1, -1)
+def by_step(values_BXP: torch.Tensor) -> torch.Tensor:
+    """As [X,B,1,P], contiguous: a step with other strides would be another graph."""
+    batch_size, num_steps, width = values_BXP.shape
+    return values_BXP.transpose(0, 1).contiguous().view(num_steps, batch_size, 1, width)
 
 
 def _cat_into(into: torch.Tensor, parts: list[torch.Tensor]) -> None:

@@ -22,6 +22,7 @@ from glm_compile.cache import DraftSeed, PagedCache
 from glm_compile.errors import UnsupportedError
 from glm_compile.generation.graphs import GraphStore
 from glm_compile.model_facts import cache_argument, mask_dtype
+from glm_compile.mtp import select_row
 from glm_compile.ops.paged_cache import PAGE_SIZE
 
 # Compiled functions of one compiled model are found again through this attribute of its compiled
@@ -156,21 +157,10 @@ class MtpSteps:
         self.is_index_shared = is_index_shared
 
         def run_extend(
-            ids_BS: torch.Tensor,
-            hidden_BSC: torch.Tensor,
-            row_B: torch.Tensor,
-            cache: PagedCache,
-            is_prompt: bool,
+            ids_BS: torch.Tensor, hidden_BSC: torch.Tensor, row_B: torch.Tensor, cache: PagedCache
         ) -> tuple[torch.Tensor, ...]:
             num_tokens = ids_BS.shape[1]
             positions_BS = _positions(ids_BS, cache)
-            # Rows behind the last accepted one are its copies: nobody reads what they give, and
-            # they meet no experts of their own, whose weights would be read for nothing.
-            last_row_B = None
-            if not is_prompt:
-                last_row_B = row_B
-                last_B1 = (cache.lengths + row_B)[:, None]
-                positions_BS = torch.minimum(positions_BS, last_B1)
             embeddings: Any = None
             draft_embeddings: tuple[torch.Tensor, ...] = ()
             if is_index_shared:
@@ -178,38 +168,35 @@ class MtpSteps:
                 last_B1 = (cache.lengths + row_B)[:, None]
                 steps_X = torch.arange(1, num_drafts, device=ids_BS.device)
                 positions_BY = torch.cat([positions_BS, last_B1 + steps_X], dim=1)
-                # Sequences last: a step's part lies in one piece, whatever S is.
-                tables = mtp.embed_positions(positions_BY.T, hidden_BSC)
-                embeddings = tuple(table_YBP[:num_tokens].transpose(0, 1) for table_YBP in tables)
-                draft_embeddings = tuple(
-                    table_YBP[num_tokens:].transpose(0, 1) for table_YBP in tables
-                )
-            hidden_BSC, topk_BSK = mtp.extend(
+                tables = mtp.embed_positions(positions_BY, hidden_BSC)
+                embeddings = tuple(table_BYP[:, :num_tokens] for table_BYP in tables)
+                draft_embeddings = tuple(table_BYP[:, num_tokens:] for table_BYP in tables)
+            # Of other rows the cache takes what it needs; nobody reads what they predict.
+            hidden_B1C, topk_BSK = mtp.extend(
                 ids_BS,
                 hidden_BSC,
                 positions_BS,
                 None,
                 cache,
-                last_row_B=last_row_B,
+                row_B=row_B,
                 position_embeddings=embeddings,
             )
-            hidden_B1C = select_row(hidden_BSC, row_B)
             logits_B1V = mtp.compute_logits(hidden_B1C)
             if not is_index_shared:
                 return hidden_B1C, logits_B1V
-            seed = mtp.gather_seed(select_row(topk_BSK, row_B), cache, cache.lengths + row_B + 1)
+            seed = mtp.gather_seed(topk_BSK, cache, cache.lengths, row_B)
             return hidden_B1C, logits_B1V, *seed, *draft_embeddings
 
         # Two functions, so that neither counts as a recompilation of the other.
         def extend(
             ids_BS: torch.Tensor, hidden_BSC: torch.Tensor, row_B: torch.Tensor, cache: PagedCache
         ) -> tuple[torch.Tensor, ...]:
-            return run_extend(ids_BS, hidden_BSC, row_B, cache, False)
+            return run_extend(ids_BS, hidden_BSC, row_B, cache)
 
         def extend_prompt(
             ids_BS: torch.Tensor, hidden_BSC: torch.Tensor, row_B: torch.Tensor, cache: PagedCache
         ) -> tuple[torch.Tensor, ...]:
-            return run_extend(ids_BS, hidden_BSC, row_B, cache, True)
+            return run_extend(ids_BS, hidden_BSC, row_B, cache)
 
         def draft(
             ids_B1: torch.Tensor,
@@ -359,12 +346,6 @@ class Steps:
         )
         cache.auto_advance = False
         return cache
-
-
-def select_row(values_BSX: torch.Tensor, row_B: torch.Tensor) -> torch.Tensor:
-    """One row of each sequence [B,1,X], contiguous."""
-    index_B1X = row_B[:, None, None].expand(-1, 1, values_BSX.shape[-1])
-    return values_BSX.gather(1, index_B1X)
 
 
 def _positions(ids_BS: torch.Tensor, cache: PagedCache) -> torch.Tensor:

@@ -8,7 +8,9 @@ from __future__ import annotations
 import torch
 import triton
 import triton.language as tl
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
+from glm_compile.ops._triton import supports_pdl
 from glm_compile.ops.accept_block.reference import FIRST_TOKEN
 
 # Ids that are compared at a time.
@@ -55,7 +57,11 @@ def accept_block_kernel(
     ADVANCES: tl.constexpr,
     BLOCK_S: tl.constexpr,
     BLOCK_E: tl.constexpr,
+    PDL: tl.constexpr,
 ):
+    if PDL:
+        gdc_wait()
+        gdc_launch_dependents()
     sequence = tl.program_id(0).to(tl.int64)
     s = tl.arange(0, BLOCK_S)
     inside = s < S
@@ -132,6 +138,7 @@ def accept_block_triton(
     if not batch_size:
         return
     predicted_BS = predicted_BS.contiguous()
+    has_pdl = supports_pdl(predicted_BS.device)
     drafts_Bk = drafts_Bk if drafts_Bk.stride(1) == 1 else drafts_Bk.contiguous()
     accept_block_kernel[(batch_size,)](
         predicted_BS,
@@ -167,5 +174,7 @@ def accept_block_triton(
         ADVANCES=lengths_B is not None,
         BLOCK_S=max(2, triton.next_power_of_2(width)),
         BLOCK_E=_BLOCK_E,
+        PDL=has_pdl,
         num_warps=1,
+        **({"launch_pdl": True} if has_pdl else {}),
     )

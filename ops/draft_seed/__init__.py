@@ -1,9 +1,12 @@
 """The cached rows that the draft steps of a block attend to, gathered once for all of them.
 
-Shape legend: B batch, K selected tokens, X width of a cached row, P pages of a sequence.
+Shape legend: B batch, S rows of a block, K selected tokens, X width of a cached row, P pages of a
+sequence.
 """
 
 from __future__ import annotations
+
+from typing import Any
 
 import torch
 
@@ -22,10 +25,11 @@ _MAX_GRID = 65535
 
 def draft_seed(
     pages: torch.Tensor,
-    topk_BK: torch.Tensor,
+    topk_BSK: torch.Tensor,
     block_table_BP: torch.Tensor,
     lengths_B: torch.Tensor,
     *,
+    row_B: torch.Tensor | None = None,
     backend: str | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Read the rows of selected positions, and say which of them count.
@@ -35,9 +39,11 @@ def draft_seed(
 
     Args:
         pages: [pages, 64, X].
-        topk_BK: int32 or int64 positions, any strides.
+        topk_BSK: int32 or int64 positions, any strides.
         block_table_BP: int32 or int64.
         lengths_B: int32 or int64, tokens that count.
+        row_B: int64: the selection is that of this row of the block, whose tokens up to this one
+            count as well. None: of row 0, and none does.
         backend: `reference` or `triton` to force one; None takes the first that can.
 
     Returns:
@@ -52,20 +58,21 @@ def draft_seed(
         raise ValueError(
             f"draft_seed: pages must be [pages, {PAGE_SIZE}, X], got {tuple(pages.shape)}"
         )
-    batch_size = topk_BK.shape[0]
-    if topk_BK.dim() != 2 or {batch_size} != {len(block_table_BP), len(lengths_B)}:
+    sizes = {len(block_table_BP), len(lengths_B), len(lengths_B if row_B is None else row_B)}
+    if topk_BSK.dim() != 3 or {len(topk_BSK)} != sizes:
         raise ValueError(
-            "draft_seed: expected positions [B, K], a table [B, P] and lengths [B], got "
-            f"{tuple(topk_BK.shape)}, {tuple(block_table_BP.shape)} and {tuple(lengths_B.shape)}"
+            "draft_seed: expected positions [B, S, K], a table [B, P], lengths [B] and rows [B], "
+            f"got {tuple(topk_BSK.shape)}, {tuple(block_table_BP.shape)}, "
+            f"{tuple(lengths_B.shape)} and {None if row_B is None else tuple(row_B.shape)}"
         )
     for name, tensor in (
-        ("positions", topk_BK),
+        ("positions", topk_BSK),
         ("the table", block_table_BP),
         ("lengths", lengths_B),
     ):
         if tensor.dtype not in INDEX_DTYPES:
             raise ValueError(f"draft_seed: {name} must be int32 or int64, got {tensor.dtype}")
-    arguments = (pages, topk_BK, block_table_BP, lengths_B)
+    arguments = (pages, topk_BSK, block_table_BP, lengths_B, row_B)
     if not backend:
         return _op(*arguments)
     return _dispatch.run("draft_seed", _BACKENDS, backend, *arguments)
@@ -73,11 +80,12 @@ def draft_seed(
 
 def _why_not_triton(
     pages: torch.Tensor,
-    topk_BK: torch.Tensor,
+    topk_BSK: torch.Tensor,
     block_table_BP: torch.Tensor,
     lengths_B: torch.Tensor,
+    row_B: torch.Tensor | None,
 ) -> str | None:
-    batch_size, num_tokens = topk_BK.shape
+    batch_size, _, num_tokens = topk_BSK.shape
     if num_tokens > _MAX_TRITON_TOKENS or batch_size > _MAX_GRID:
         return (
             f"written for at most {_MAX_TRITON_TOKENS} tokens of {_MAX_GRID} sequences, got "
@@ -85,10 +93,10 @@ def _why_not_triton(
         )
     if pages.stride(2) != 1:
         return "rows of a page must be contiguous"
-    return _dispatch.why_no_triton(pages, topk_BK, block_table_BP, lengths_B)
+    return _dispatch.why_no_triton(pages, topk_BSK, block_table_BP, lengths_B, row_B)
 
 
-def _run_triton(*arguments: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+def _run_triton(*arguments: Any) -> tuple[torch.Tensor, torch.Tensor]:
     from glm_compile.ops.draft_seed.triton_kernel import draft_seed_triton
 
     return draft_seed_triton(*arguments)
@@ -100,20 +108,21 @@ _BACKENDS = (
 )
 
 
-def _draft_seed(*arguments: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+def _draft_seed(*arguments: Any) -> tuple[torch.Tensor, torch.Tensor]:
     return _dispatch.run("draft_seed", _BACKENDS, None, *arguments)
 
 
 def _draft_seed_fake(
-    pages: torch.Tensor, topk_BK: torch.Tensor, *_rest: torch.Tensor
+    pages: torch.Tensor, topk_BSK: torch.Tensor, *_rest: Any
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    rows_BK = topk_BK.new_empty(topk_BK.shape, dtype=torch.int32)
-    return pages.new_empty((*topk_BK.shape, pages.shape[2])), rows_BK
+    batch_size, _, num_tokens = topk_BSK.shape
+    rows_BK = topk_BSK.new_empty((batch_size, num_tokens), dtype=torch.int32)
+    return pages.new_empty((batch_size, num_tokens, pages.shape[2])), rows_BK
 
 
 _op = register_op(
-    "draft_seed(Tensor pages, Tensor topk_BK, Tensor block_table_BP, Tensor lengths_B) "
-    "-> (Tensor, Tensor)",
+    "draft_seed(Tensor pages, Tensor topk_BSK, Tensor block_table_BP, Tensor lengths_B, "
+    "Tensor? row_B) -> (Tensor, Tensor)",
     _draft_seed,
     _draft_seed_fake,
 )

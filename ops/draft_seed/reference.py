@@ -1,6 +1,7 @@
 """The rows that draft steps attend to, in plain torch.
 
-Shape legend: B batch, K selected tokens, X width of a cached row, P pages of a sequence.
+Shape legend: B batch, S rows of a block, K selected tokens, X width of a cached row, P pages of a
+sequence.
 """
 
 from __future__ import annotations
@@ -12,12 +13,17 @@ from glm_compile.ops.paged_cache import PAGE_SIZE
 
 def draft_seed_reference(
     pages: torch.Tensor,
-    topk_BK: torch.Tensor,
+    topk_BSK: torch.Tensor,
     block_table_BP: torch.Tensor,
     lengths_B: torch.Tensor,
+    row_B: torch.Tensor | None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """See `draft_seed` for the contract."""
-    num_places = topk_BK.shape[1]
+    num_places = topk_BSK.shape[2]
+    topk_BK = topk_BSK[:, 0]
+    if row_B is not None:
+        topk_BK = topk_BSK.gather(1, row_B[:, None, None].expand(-1, 1, num_places))[:, 0]
+        lengths_B = lengths_B + row_B + 1
     before_BK = torch.cat([torch.full_like(topk_BK[:, :1], -1), topk_BK[:, :-1]], dim=1)
     num_columns = block_table_BP.shape[1]
     counts_BK = (topk_BK >= 0) & (topk_BK < lengths_B[:, None]) & (topk_BK != before_BK)

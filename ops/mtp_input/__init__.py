@@ -26,7 +26,6 @@ def mtp_input(
     hidden_norm_C: torch.Tensor,
     *,
     eps: float,
-    last_row_B: torch.Tensor | None = None,
     backend: str | None = None,
 ) -> torch.Tensor:
     """Return cat(norm(embedding of the token), norm(hidden)).
@@ -41,7 +40,6 @@ def mtp_input(
         embedding_norm_C, hidden_norm_C: same dtype, contiguous. They may be read before the kernels
             ahead have ended.
         eps: of both norms.
-        last_row_B: int64: rows of a sequence behind this one are copies of it. None: no row is.
         backend: `reference` or `triton` to force one; None takes the first that can.
 
     Returns:
@@ -68,7 +66,7 @@ def mtp_input(
             "mtp_input: expected int64 ids, and one dtype of float32, bfloat16 and float16, got "
             f"{ids_BS.dtype} and {sorted(map(str, dtypes))}"
         )
-    arguments = (ids_BS, hidden_BSC, *weights, eps, last_row_B)
+    arguments = (ids_BS, hidden_BSC, *weights, eps)
     if not backend:
         return _op(*arguments)
     return _dispatch.run("mtp_input", _BACKENDS, backend, *arguments)
@@ -81,14 +79,13 @@ def _why_not_triton(
     embedding_norm_C: torch.Tensor,
     hidden_norm_C: torch.Tensor,
     eps: float,
-    last_row_B: torch.Tensor | None,
 ) -> str | None:
     if (num_columns := hidden_BSC.shape[-1]) > _MAX_TRITON_COLUMNS:
         return f"written for at most {_MAX_TRITON_COLUMNS} columns, got {num_columns}"
     weights = (embedding_VC, embedding_norm_C, hidden_norm_C)
     if not all(weight.is_contiguous() for weight in weights):
         return "the embedding and the norms' weights must be contiguous"
-    return _dispatch.why_no_triton(ids_BS, hidden_BSC, *weights, last_row_B)
+    return _dispatch.why_no_triton(ids_BS, hidden_BSC, *weights)
 
 
 def _run_triton(*arguments: object) -> torch.Tensor:
@@ -114,7 +111,7 @@ def _mtp_input_fake(ids_BS: torch.Tensor, hidden_BSC: torch.Tensor, *_rest: obje
 
 _op = register_op(
     "mtp_input(Tensor ids_BS, Tensor hidden_BSC, Tensor embedding_VC, Tensor embedding_norm_C, "
-    "Tensor hidden_norm_C, float eps, Tensor? last_row_B) -> Tensor",
+    "Tensor hidden_norm_C, float eps) -> Tensor",
     _mtp_input,
     _mtp_input_fake,
 )

@@ -15,14 +15,8 @@ def mtp_input_reference(
     embedding_norm_C: torch.Tensor,
     hidden_norm_C: torch.Tensor,
     eps: float,
-    last_row_B: torch.Tensor | None,
 ) -> torch.Tensor:
     """See `mtp_input` for the contract."""
-    if last_row_B is not None:
-        rows_S = torch.arange(ids_BS.shape[1], device=ids_BS.device)
-        rows_BS = torch.minimum(rows_S, last_row_B[:, None])
-        ids_BS = ids_BS.gather(1, rows_BS)
-        hidden_BSC = hidden_BSC.gather(1, rows_BS[..., None].expand_as(hidden_BSC))
     embedded_BSC = torch.nn.functional.embedding(ids_BS, embedding_VC)
     parts = ((embedded_BSC, embedding_norm_C), (hidden_BSC, hidden_norm_C))
     return torch.cat([_norm(x, weight_C, eps) for x, weight_C in parts], dim=-1)

@@ -29,12 +29,10 @@ def mtp_input_kernel(
     embedding_norm,
     hidden_norm,
     eps,
-    last_row,
     out,
     num_steps,
     C: tl.constexpr,
     BLOCK_C: tl.constexpr,
-    HAS_LAST: tl.constexpr,
     PDL: tl.constexpr,
 ):
     row = tl.program_id(0).to(tl.int64)
@@ -48,8 +46,6 @@ def mtp_input_kernel(
     if PDL:
         gdc_wait()
         gdc_launch_dependents()
-    if HAS_LAST:
-        step = tl.minimum(step, tl.load(last_row + sequence))
     if is_hidden:
         at = hidden + sequence * stride_hb + step * stride_hs + column * stride_hc
     else:
@@ -69,7 +65,6 @@ def mtp_input_triton(
     embedding_norm_C: torch.Tensor,
     hidden_norm_C: torch.Tensor,
     eps: float,
-    last_row_B: torch.Tensor | None,
 ) -> torch.Tensor:
     """Launch the kernel."""
     batch_size, num_steps, num_columns = hidden_BSC.shape
@@ -86,12 +81,10 @@ def mtp_input_triton(
         embedding_norm_C,
         hidden_norm_C,
         eps,
-        ids_BS if last_row_B is None else last_row_B,
         out_BSX,
         num_steps,
         C=num_columns,
         BLOCK_C=triton.next_power_of_2(num_columns),
-        HAS_LAST=last_row_B is not None,
         PDL=has_pdl,
         num_warps=8 if num_columns > 1024 else 4,
         **({"launch_pdl": True} if has_pdl else {}),

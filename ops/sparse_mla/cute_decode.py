@@ -900,23 +900,27 @@ class SparseMlaKernel:
             + lane % 4 * 8
         )
         stride = 2 * Int64(parts.stride[1])
+        stats_start = part_stats.iterator.toint() + 4 * (
+            Int64(row) * Int64(part_stats.stride[0]) + head * 2
+        )
+        # All loads first, none on a condition: they wait for memory together. Behind the last part
+        # it is read again, for nothing. Volatile, or the compiler puts them where they are used.
         loaded = []
         for i in cutlass.range_constexpr(MAX_SPLITS // _NUM_WARPS):
             part = cutlass.min(warp + i * _NUM_WARPS, num_parts - 1)
             loaded.append(_load_global_v4(start + Int64(part) * stride))
         tops = []
         totals = []
-        highest = Float32(float("-inf"))
         for i in cutlass.range_constexpr(MAX_SPLITS // 4):
-            part = lane % 4 + i * 4
-            top = Float32(float("-inf"))
-            total = Float32(0.0)
-            if part < num_parts:
-                top = part_stats[row, part, head, 0]
-                total = part_stats[row, part, head, 1]
-            tops.append(top)
-            totals.append(total)
-            highest = cute.arch.fmax(highest, top)
+            part = cutlass.min(lane % 4 + i * 4, num_parts - 1)
+            top, total = _load_global_v2(stats_start + part * (2 * 4 * _HEADS))
+            tops.append(top.bitcast(Float32))
+            totals.append(total.bitcast(Float32))
+        highest = Float32(float("-inf"))
+        for i in cutlass.range_constexpr(len(tops)):
+            if lane % 4 + i * 4 >= num_parts:
+                tops[i] = Float32(float("-inf"))
+            highest = cute.arch.fmax(highest, tops[i])
         highest = _quad_max(highest)
         if highest == Float32(float("-inf")):
             highest = Float32(0.0)
@@ -1028,9 +1032,17 @@ def _store_global_v4(address: Int64, words: list) -> None:
     )
 
 
+def _load_global_v2(address: Int64) -> tuple[Int32, Int32]:
+    return inline_ptx(
+        "ld.volatile.global.v2.b32 {{$w0}, {$w1}}, [{$r0}];",
+        write_only_types=[Int32, Int32],
+        read_only_args=[address],
+    )
+
+
 def _load_global_v4(address: Int64) -> tuple[Int32, Int32, Int32, Int32]:
     return inline_ptx(
-        "ld.global.v4.b32 {{$w0}, {$w1}, {$w2}, {$w3}}, [{$r0}];",
+        "ld.volatile.global.v4.b32 {{$w0}, {$w1}, {$w2}, {$w3}}, [{$r0}];",
         write_only_types=[Int32, Int32, Int32, Int32],
         read_only_args=[address],
     )

@@ -27,7 +27,7 @@ import torch
 import glm_compile
 from glm_compile import bench
 from glm_compile.cache import PagedCache
-from glm_compile.generation.iteration import _one_step
+from glm_compile.generation.iteration import by_step
 from glm_compile.generation.steps import MtpSteps, unwrap_compiled
 from glm_compile.model_facts import cache_argument
 from tests.benchmarks.conftest import device
@@ -316,7 +316,7 @@ class DraftChains:
         if IS_GPU:
             # Few experts: a step of one token meets eight of however many.
             vocab = {"vocab_size": 154_880 // 8} if overrides else {}
-            model, mtp = make_slice("cuda", n_routed_experts=64, **kinds, **vocab, **overrides)
+            model, mtp = make_slice("cuda", n_routed_experts=16, **kinds, **vocab, **overrides)
         else:
             model = tiny_model(tiny_config(num_hidden_layers=1, indexer_types=["full"]))
             mtp = make_mtp(model)
@@ -337,13 +337,15 @@ class DraftChains:
         hidden_B1C = torch.randn(1, 1, config.hidden_size, **where)
         row_B = torch.zeros(1, dtype=torch.long, device=device())
         first = steps.extend(token_B1, hidden_B1C, row_B, cache)
-        latents, is_valid, *tables = first[2:]
-        rotary = [[_one_step(table, step) for table in tables] for step in range(self.NUM_STEPS)]
+        latents, rows, *tables = first[2:]
+        tables = [by_step(table) for table in tables]
 
         def shared() -> None:
             hidden = hidden_B1C
             for step in range(self.NUM_STEPS):
-                hidden, _ = steps.draft(token_B1, hidden, latents, is_valid, *rotary[step])
+                hidden, _ = steps.draft(
+                    token_B1, hidden, latents, rows, *(table[step] for table in tables)
+                )
 
         def own() -> None:
             hidden = hidden_B1C

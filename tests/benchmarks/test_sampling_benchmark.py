@@ -153,10 +153,10 @@ def make_input(batch_size: int) -> Run:
 def make_seed(batch_size: int) -> Run:
     pages = torch.randn(2048 if IS_GPU else 4, 64, X, device=device(), dtype=torch.bfloat16)
     num_tokens = 64 * len(pages)
-    topk_BK = integers(batch_size, K, high=num_tokens).sort(-1).values.int()
+    topk_BSK = integers(batch_size, 1, K, high=num_tokens).sort(-1).values.int()
     table_BP = torch.arange(len(pages), device=device()).int().expand(batch_size, -1)
     lengths_B = integers(batch_size).int() + num_tokens
-    return lambda backend: draft_seed(pages, topk_BK, table_BP, lengths_B, backend=backend)
+    return lambda backend: draft_seed(pages, topk_BSK, table_BP, lengths_B, backend=backend)
 
 
 CASES: dict[str, Callable[[int], Run]] = {

@@ -562,7 +562,7 @@ class TestSeed:
         step(model, random_ids(2, 90), cache)
         pages = cache.layers[3].latent_pages.clone()
         topk = torch.tensor([[0, 63, 64, 89], [5, 70, 70, -1]], dtype=torch.int32)
-        seed = cache.gather_rows(3, topk)
+        seed = cache.gather_rows(3, topk[:, None])
         slots = [[3 * 64, 3 * 64 + 63, 64, 64 + 25], [2 * 64 + 5, 6]]
         assert torch.equal(seed.latents_BKX[0], pages.view(-1, 128)[slots[0]])
         assert torch.equal(seed.latents_BKX[1, :2], pages.view(-1, 128)[slots[1]])
@@ -580,7 +580,7 @@ class TestSeed:
         cache.set_lengths([3, 0, 8])
         topk = torch.arange(8, dtype=torch.int32).expand(3, 8)
         for lengths, expected in ((None, [3, 0, 8]), (torch.tensor([4, 1, 0]), [4, 1, 0])):
-            seed = cache.gather_rows(0, topk, lengths)
+            seed = cache.gather_rows(0, topk[:, None], lengths)
             ends = [min(n, 8) for n in expected]
             assert seed.rows_BK.tolist() == [
                 [min(k, max(end - 1, 0)) for k in range(8)] for end in ends
@@ -616,7 +616,7 @@ def test_steps_of_different_lengths_never_wait_for_the_device(index_dtype):
             cache.update(latents, latents, 0)
             cache.update_indexer(keys_BSD, 0)
             cache.advance(kept)
-            seed = cache.gather_rows(0, topk)
+            seed = cache.gather_rows(0, topk[:, None])
             SeedCache(seed, 64).mask()
         cache.set_lengths(lengths)
         cache.crop(-1)

@@ -214,7 +214,7 @@ def test_kernel_compiles(arch: str, is_greedy: bool) -> None:
         [long, 6, long, 6, long, flag, long, 8, long, long, long, 300, long, flag, long, long, 6,
          long, 6, long, long, 576, 9, long, 4, torch.empty(64, dtype=torch.int32, device="meta")],
         {"S": 6, "FIRST": 3, "IS_GREEDY": is_greedy, "HAS_WEIGHT": not is_greedy, "ADVANCES": True,
-         "BLOCK_S": 8, "BLOCK_E": 8},
+         "BLOCK_S": 8, "BLOCK_E": 8, "PDL": True},
         arch,
         num_warps=1,
     )  # fmt: skip

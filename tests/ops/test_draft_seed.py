@@ -36,7 +36,7 @@ def make_call(
     table[1, 1] = -1 if num_tokens is None else table[1, 1]
     return {
         "pages": pages,
-        "topk_BK": topk.int(),
+        "topk_BSK": topk.int()[:, None],
         "block_table_BP": table.int(),
         "lengths_B": lengths.int(),
     }
@@ -44,9 +44,13 @@ def make_call(
 
 def by_hand(call: dict[str, Any]) -> tuple[torch.Tensor, list[list[int]]]:
     pages, table = call["pages"], call["block_table_BP"].tolist()
+    row = call.get("row_B")
+    topk, lengths = call["topk_BSK"][:, 0], call["lengths_B"]
+    if row is not None:
+        topk, lengths = call["topk_BSK"][torch.arange(len(row)), row], lengths + row + 1
     values, places = [], []
-    for b, selection in enumerate(call["topk_BK"].tolist()):
-        length, rows, counting = int(call["lengths_B"][b]), [], []
+    for b, selection in enumerate(topk.tolist()):
+        length, rows, counting = int(lengths[b]), [], []
         for k, position in enumerate(selection):
             is_new = k == 0 or selection[k - 1] != position
             row = torch.zeros_like(pages[0, 0])
@@ -84,9 +88,11 @@ def test_what_counts(backend: str) -> None:
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_any_number_of_places(backend: str, num_tokens: int) -> None:
     call = make_call(num_tokens, torch.bfloat16, 576 if num_tokens == 17 else 40)
-    # The last selection of a block, as the MTP layer hands it over.
-    call["topk_BK"] = torch.stack([call["topk_BK"] - 1, call["topk_BK"]], dim=1)[:, 1].long()
     check(call, backend)
+    # The selection of one row of a block, as the MTP layer hands it over.
+    topk_BSK = torch.cat([call["topk_BSK"] + n for n in (-1, 0, 3)], dim=1).long()
+    row_B = torch.tensor([2, 0, 1])
+    check(call | {"topk_BSK": topk_BSK, "row_B": row_B}, backend)
 
 
 def test_no_page_is_read_for_what_does_not_count() -> None:
@@ -97,7 +103,9 @@ def test_no_page_is_read_for_what_does_not_count() -> None:
 
 
 def test_op_passes_opcheck() -> None:
-    torch.library.opcheck(torch.ops.glm.draft_seed.default, tuple(make_call().values()))
+    call = tuple(make_call().values())
+    for row in (None, torch.zeros(len(SELECTIONS), dtype=torch.long)):
+        torch.library.opcheck(torch.ops.glm.draft_seed.default, (*call, row))
 
 
 def test_what_it_refuses() -> None:
@@ -105,7 +113,7 @@ def test_what_it_refuses() -> None:
     for wrong, message in (
         ({"pages": call["pages"][:, :32]}, r"pages must be \[pages, 64, X\]"),
         ({"lengths_B": call["lengths_B"][:2]}, "lengths"),
-        ({"topk_BK": call["topk_BK"].float()}, "positions must be int32 or int64"),
+        ({"topk_BSK": call["topk_BSK"].float()}, "positions must be int32 or int64"),
     ):
         with pytest.raises(ValueError, match=f"draft_seed: .*{message}"):
             draft_seed(**call | wrong)
@@ -126,9 +134,10 @@ def test_kernel_compiles(arch: str) -> None:
     integers = torch.empty(64, dtype=torch.int32, device="meta")
     compiled = compile_triton(
         draft_seed_kernel,
-        [pages, 64 * 576, 576, integers, 2048, 1, integers, 2048, 2048, 2048, integers, pages,
-         integers],
-        {"K": 2048, "X": 576, "PAGE": 64, "BLOCK_K": 16, "BLOCK_X": 64, "ALL_K": 2048, "PDL": True},
+        [pages, 64 * 576, 576, integers, 2048, 2048, 1, integers, 2048, 2048, 2048, integers,
+         torch.empty(64, dtype=torch.int64, device="meta"), pages, integers],
+        {"K": 2048, "X": 576, "PAGE": 64, "BLOCK_K": 16, "BLOCK_X": 64, "ALL_K": 2048,
+         "HAS_ROW": True, "PDL": True},
         arch,
         num_warps=4,
     )  # fmt: skip

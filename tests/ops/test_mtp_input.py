@@ -17,7 +17,7 @@ CASES = [(1, 1, 64), (3, 6, 100), (2, 5, 1536)]
 
 
 def make_call(
-    batch_size: int, num_tokens: int, num_columns: int, dtype: torch.dtype, has_last: bool
+    batch_size: int, num_tokens: int, num_columns: int, dtype: torch.dtype
 ) -> dict[str, Any]:
     generator = torch.Generator().manual_seed(num_columns + num_tokens)
 
@@ -25,7 +25,6 @@ def make_call(
         return torch.randn(shape, generator=generator).to(dtype)
 
     ids = torch.randint(0, 33, (batch_size, num_tokens + 2), generator=generator)
-    last = torch.randint(0, num_tokens, (batch_size,), generator=generator)
     return {
         "ids_BS": ids[:, 1:-1],
         "hidden_BSC": 3 * normal(num_tokens, batch_size, num_columns).transpose(0, 1),
@@ -33,7 +32,6 @@ def make_call(
         "embedding_norm_C": 1 + normal(num_columns) / 4,
         "hidden_norm_C": 1 + normal(num_columns) / 4,
         "eps": 1e-5,
-        **({"last_row_B": last} if has_last else {}),
     }
 
 
@@ -48,11 +46,9 @@ def expected(call: dict[str, Any]) -> torch.Tensor:
 
     rows = []
     for b, ids in enumerate(call["ids_BS"].tolist()):
-        last = int(call["last_row_B"][b]) if "last_row_B" in call else len(ids)
         for s in range(len(ids)):
-            row = min(s, last)
-            embedded = norm(call["embedding_norm_C"], call["embedding_VC"][ids[row]])
-            hidden = norm(call["hidden_norm_C"], call["hidden_BSC"][b, row])
+            embedded = norm(call["embedding_norm_C"], call["embedding_VC"][ids[s]])
+            hidden = norm(call["hidden_norm_C"], call["hidden_BSC"][b, s])
             rows.append(torch.cat([embedded, hidden]))
     return torch.stack(rows).view(*call["ids_BS"].shape, -1)
 
@@ -66,31 +62,23 @@ def check(call: dict[str, Any], backend: str | None, device: str = "cpu") -> Non
     torch.testing.assert_close(got.cpu(), expected(call), rtol=tolerance, atol=1e-6)
 
 
-@pytest.mark.parametrize("has_last", [False, True])
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("shape", CASES)
 @pytest.mark.parametrize("backend", ["reference", pytest.param("triton", marks=INTERPRETER)])
-def test_equals_the_modules(
-    backend: str, shape: tuple[int, int, int], dtype: torch.dtype, has_last: bool
-) -> None:
-    call = make_call(*shape, dtype, has_last)
+def test_equals_the_modules(backend: str, shape: tuple[int, int, int], dtype: torch.dtype) -> None:
+    call = make_call(*shape, dtype)
     check(call, backend)
     if backend == "reference":
         assert torch.equal(mtp_input(**call), expected(call))
 
 
 def test_op_passes_opcheck() -> None:
-    for has_last in (False, True):
-        call = {"last_row_B": None} | make_call(2, 3, 16, torch.float32, has_last)
-        names = (
-            "ids_BS", "hidden_BSC", "embedding_VC", "embedding_norm_C", "hidden_norm_C", "eps",
-            "last_row_B",
-        )  # fmt: skip
-        torch.library.opcheck(torch.ops.glm.mtp_input.default, tuple(call[name] for name in names))
+    call = make_call(2, 3, 16, torch.float32)
+    torch.library.opcheck(torch.ops.glm.mtp_input.default, tuple(call.values()))
 
 
 def test_what_it_refuses() -> None:
-    call = make_call(2, 3, 16, torch.float32, False)
+    call = make_call(2, 3, 16, torch.float32)
     for wrong, message in (
         ({"ids_BS": call["ids_BS"][:, :2]}, r"expected ids \[B, S\] and hidden"),
         ({"hidden_norm_C": torch.ones(15)}, "must have the 16 columns"),
@@ -102,25 +90,23 @@ def test_what_it_refuses() -> None:
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("has_last", [False, True])
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("shape", [*CASES, (8, 6, 6144), (1, 1, 6144)])
-def test_gpu_kernel(shape: tuple[int, int, int], dtype: torch.dtype, has_last: bool) -> None:
-    check(make_call(*shape, dtype, has_last), "triton", "cuda")
+def test_gpu_kernel(shape: tuple[int, int, int], dtype: torch.dtype) -> None:
+    check(make_call(*shape, dtype), "triton", "cuda")
 
 
 @pytest.mark.compile_only
 @pytest.mark.parametrize("arch", ARCHS)
-@pytest.mark.parametrize("has_last", [False, True])
-def test_kernel_compiles(arch: str, has_last: bool) -> None:
+def test_kernel_compiles(arch: str) -> None:
     from glm_compile.ops.mtp_input.triton_kernel import mtp_input_kernel
 
     long = torch.empty(64, dtype=torch.long, device="meta")
     wide = torch.empty(64, 6144, dtype=torch.bfloat16, device="meta")
     compiled = compile_triton(
         mtp_input_kernel,
-        [long, 6, 1, wide, 6 * 6144, 6144, 1, wide, wide, wide, 1e-5, long, wide, 6],
-        {"C": 6144, "BLOCK_C": 8192, "HAS_LAST": has_last, "PDL": True},
+        [long, 6, 1, wide, 6 * 6144, 6144, 1, wide, wide, wide, 1e-5, wide, 6],
+        {"C": 6144, "BLOCK_C": 8192, "PDL": True},
         arch,
         num_warps=8,
     )

@@ -12,7 +12,7 @@ import torch
 import glm_compile
 from glm_compile.generation import api
 from glm_compile.generation.loop import DecodingLoop
-from glm_compile.mtp import GlmMoeDsaMtp
+from glm_compile.mtp import GlmMoeDsaMtp, select_row
 
 NEW = 14
 VOCAB = 512
@@ -69,7 +69,7 @@ class ScriptedMtp:
         mask: Any,
         cache: Any,
         *,
-        last_row_B: Any,
+        row_B: torch.Tensor,
         position_embeddings: Any,
     ) -> tuple[torch.Tensor, torch.Tensor]:
         seed_BSK = torch.zeros(*ids_BS.shape, 1, dtype=torch.int32)
@@ -77,16 +77,16 @@ class ScriptedMtp:
             assert torch.equal(position_embeddings[0][..., 0], positions_BS)
         if self.inner is not None:
             _, seed_BSK = self.inner.extend(
-                ids_BS, hidden_BSC, positions_BS, mask, cache, last_row_B=last_row_B
+                ids_BS, hidden_BSC, positions_BS, mask, cache, row_B=row_B
             )
         self.iteration += 1
-        return self._answer(positions_BS, hidden_BSC, 0), seed_BSK
+        return select_row(self._answer(positions_BS, hidden_BSC, 0), row_B), seed_BSK
 
-    def gather_seed(self, topk_B1K: Any, cache: Any, lengths_B: Any) -> Any:
+    def gather_seed(self, topk_BSK: Any, cache: Any, lengths_B: Any, row_B: Any) -> Any:
         self.lengths = cache.lengths
         if self.inner is not None:
-            return self.inner.gather_seed(topk_B1K, cache, lengths_B)
-        return cache.gather_rows(0, topk_B1K[:, 0], lengths_B)
+            return self.inner.gather_seed(topk_BSK, cache, lengths_B, row_B)
+        return cache.gather_rows(0, topk_BSK, lengths_B, row_B)
 
     def draft(
         self, ids_B1: Any, hidden_B1C: Any, _: None, seed: Any, *, position_embeddings: Any

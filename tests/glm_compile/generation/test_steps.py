@@ -14,7 +14,8 @@ import glm_compile
 from glm_compile.cache import PagedCache
 from glm_compile.errors import UnsupportedError
 from glm_compile.generation import loop
-from glm_compile.generation.steps import MtpSteps, Steps, select_row, unwrap_compiled
+from glm_compile.generation.steps import MtpSteps, Steps, unwrap_compiled
+from glm_compile.mtp import select_row
 from tests.glm_compile.generation.drafts import greedy_reference, padded, prompt_of, random_mtp
 from tests.tiny_models import tiny_config, tiny_model
 
@@ -151,30 +152,34 @@ def test_select_row() -> None:
     assert select_row(values, torch.tensor([2, 0])).tolist() == [[[4, 5]], [[6, 7]]]
 
 
-def test_rows_behind_the_accepted_ones_are_copies(model: Any) -> None:
-    """They change nothing for the accepted ones, and meet the experts of the last of these."""
-    mtp, seen, results = random_mtp(model), [], []
+@pytest.mark.parametrize("has_hook", [False, True])
+def test_only_the_last_accepted_row_meets_experts(model: Any, has_hook: bool) -> None:
+    """All rows reach the cache; a hook on the layer sees them, as one of transformers would."""
+    mtp, seen, layers = random_mtp(model), [], []
     ids, hidden = torch.randint(0, 500, (2, 4)), torch.randn(2, 4, model.config.hidden_size)
     row = torch.tensor([1, 3])
-    router = mtp.layer.mlp.gate.register_forward_hook(
-        lambda module, inputs, outputs: seen.append(outputs[-1].view(2, 4, -1))
-    )
-    for has_copies in (True, False):
+    mtp.layer.mlp.gate.register_forward_hook(lambda *call: seen.append(call[-1][-1].shape[0]))
+    if has_hook:
+        mtp.layer.register_forward_hook(lambda *call: layers.append(call[-1][0].shape[1]))
+    caches, results = [], []
+    for _ in range(2):
         cache = PagedCache(model.config, 2, 64, num_mtp_layers=1)
         cache.auto_advance = False
         cache.set_lengths([5, 2])
         for pages in cache._pages():
             pages.copy_(torch.randn(pages.shape, generator=torch.Generator().manual_seed(1)))
-        steps = MtpSteps(mtp, None, True)
-        results.append(
-            (steps.extend if has_copies else steps.extend_prompt)(ids, hidden, row, cache)
-        )
-    router.remove()
-    for ours, theirs in zip(*results):
+        caches.append(cache)
+    found, _logits, *seed = MtpSteps(mtp, None, True).extend(ids, hidden, row, caches[0])
+    positions = caches[1].lengths[:, None] + torch.arange(4)
+    results, topk = mtp.extend(ids, hidden, positions, None, caches[1])
+    torch.testing.assert_close(found, select_row(results, row))
+    wanted = mtp.gather_seed(select_row(topk, row), caches[1], caches[1].lengths + row + 1)
+    for ours, theirs in zip(seed, wanted):
         torch.testing.assert_close(ours, theirs)
-    assert torch.equal(seen[0][0, :2], seen[1][0, :2]) and torch.equal(seen[0][1], seen[1][1])
-    assert not torch.equal(seen[1][0, 1], seen[1][0, 2])
-    assert torch.equal(seen[0][0, 1], seen[0][0, 2]) and torch.equal(seen[0][0, 1], seen[0][0, 3])
+    for ours, theirs in zip(caches[0]._pages(), caches[1]._pages()):
+        torch.testing.assert_close(ours, theirs)
+    assert seen == ([8, 8] if has_hook else [2, 8])
+    assert layers == ([4, 4] if has_hook else [])
 
 
 def test_a_compiled_model_through_the_backend_with_ragged_rows() -> None:
