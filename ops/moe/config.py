@@ -93,3 +93,12 @@ def stream_config_for(num_columns: int, *, is_gated: bool) -> StreamConfig:
         num_loaders = 8 if num_columns >= 4096 else 4
         return StreamConfig(tile=32, stage_columns=stage_columns, num_loaders=num_loaders)
     return StreamConfig(tile=48, stage_columns=stage_columns)
+
+
+def draws_tiles(num_pairs: int) -> bool:
+    """Whether blocks draw their tiles, which costs a launch for the sums.
+
+    Blocks do not get equal shares of the memory's bandwidth, which matters the more the longer they
+    run.
+    """
+    return num_pairs > CUTE_PAIRS

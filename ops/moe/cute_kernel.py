@@ -44,11 +44,18 @@ import cutlass
 import cutlass.cute as cute
 import torch
 from cutlass import BFloat16, Float32, Int16, Int32, Int64
+from cutlass.cute.arch import inline_ptx
 from cutlass.cute.runtime import make_fake_tensor
 from cutlass.memory import SmemAllocator
 
 from glm_compile.ops._cute import arch_of, compile_kernel
-from glm_compile.ops._cute.device import WARP, load_shared_v4
+from glm_compile.ops._cute.device import (
+    WARP,
+    load_shared,
+    load_shared_v4,
+    shared_address,
+    store_shared,
+)
 from glm_compile.ops._cute.stream import (
     bulk_load,
     evict_first_policy,
@@ -64,6 +71,8 @@ STEP = 32
 GROUP = 8
 # Named barriers: of the warps that multiply, of those that load, of all.
 _MULTIPLYING, _LOADING, _ALL = 1, 2, 3
+# Stages of a ring, at most.
+MAX_RING = 32
 # Above every expert; below the key of every score.
 _NO_EXPERT = 2**31 - 1
 _NO_KEY = -(2**31)
@@ -82,6 +91,7 @@ class Variant:
         has_residual: of the second kernel: something is added to the result.
         num_logits: experts that are chosen from here, or 0 where ids are given.
         normalizes: weights that are chosen here are divided by their sum.
+        is_dynamic: blocks draw tiles of the chosen experts one after the other.
         tile: rows of weights of a block at a time.
         stage_columns: columns of a stage.
         num_stages: of the ring.
@@ -98,6 +108,7 @@ class Variant:
     has_residual: bool
     num_logits: int
     normalizes: bool
+    is_dynamic: bool
     tile: int
     stage_columns: int
     num_stages: int
@@ -134,8 +145,8 @@ class ExpertKernel:
         self.sum_pitch = self.tile_blocks * 16 + 4
         self.num_sums = v.num_warps * GROUP * self.sum_pitch
         # Sums of the tokens over their experts, and what the shared expert gives.
-        self.num_results = 0 if v.is_gated else 2 * GROUP * v.tile
-        num_plan_words = MAX_CUTE_PAIRS * (4 + GROUP // 2) + 4
+        self.num_results = 0 if v.is_gated or v.is_dynamic else 2 * GROUP * v.tile
+        num_plan_words = MAX_CUTE_PAIRS * (5 + GROUP // 2) + 4 + MAX_RING
         self.other_shared_bytes = (self.num_sums + self.num_results + num_plan_words) * 4 + 128
 
     def _allocate(self) -> tuple[Any, ...]:
@@ -151,7 +162,8 @@ class ExpertKernel:
             results = allocator.allocate_tensor(Float32, cute.make_layout(self.num_results), 16)
         pairs = cute.make_layout(MAX_CUTE_PAIRS)
         # Experts of the pairs, and of those that are the first of a group; weights of the pairs;
-        # experts of the groups, pairs of the groups, number of groups.
+        # experts of the groups, pairs of the groups; number of groups, and two places for what was
+        # drawn; the tile that begins in a stage; places of the pairs in the order of the sum.
         plan = (
             allocator.allocate_tensor(Int32, pairs, 16),
             allocator.allocate_tensor(Int32, pairs, 16),
@@ -159,6 +171,8 @@ class ExpertKernel:
             allocator.allocate_tensor(Int32, pairs, 16),
             allocator.allocate_tensor(Int16, cute.make_layout(MAX_CUTE_PAIRS * GROUP), 16),
             allocator.allocate_tensor(Int32, cute.make_layout(4), 16),
+            allocator.allocate_tensor(Int32, cute.make_layout(MAX_RING), 16),
+            allocator.allocate_tensor(Int32, pairs, 16),
         )
         barriers = allocator.allocate_tensor(Int64, cute.make_layout(2 * v.num_stages), 16)
         return ring, sums, results, plan, barriers
@@ -180,7 +194,7 @@ class ExpertKernel:
         `choice` and `factors` are ids and router weights, or logits and the router's bias.
         """
         v = self.v
-        pair_expert, head_expert, pair_weight, group_expert, group_pairs, number = plan
+        pair_expert, head_expert, pair_weight, group_expert, group_pairs, number, _, places = plan
         tid, _, _ = cute.arch.thread_idx()
         own = tid - self.num_consumers
         num_loading = v.num_loaders * WARP
@@ -200,7 +214,7 @@ class ExpertKernel:
                 pair_expert[own] = Int32(-1)
                 if found >= 0 and found < num_experts:
                     pair_expert[own] = Int32(found)
-                if cutlass.const_expr(not v.is_gated):
+                if cutlass.const_expr(v.is_dynamic or not v.is_gated):
                     pair_weight[own] = factors[own // v.num_top, own % v.num_top]
         cute.arch.barrier(barrier_id=_LOADING, number_of_threads=num_loading)
         expert = Int32(-1)
@@ -237,6 +251,16 @@ class ExpertKernel:
                     group_expert[group] = expert
             if own == 0:
                 number[0] = num_groups
+            if cutlass.const_expr(v.is_dynamic):
+                # A token's experts are added up as they are without: those of lower numbers first.
+                start = own // v.num_top * v.num_top
+                place = start
+                for k in cutlass.range_constexpr(v.num_top):
+                    other_expert = pair_expert[start + k]
+                    is_same = other_expert == expert and start + k < own
+                    if other_expert < expert or is_same:
+                        place += 1
+                places[own] = place
         cute.arch.barrier(barrier_id=_LOADING, number_of_threads=num_loading)
         cute.arch.barrier_arrive(barrier_id=_ALL, number_of_threads=self.num_threads)
 
@@ -292,10 +316,12 @@ class ExpertKernel:
         return key, expert, bits
 
     @cute.jit
-    def _load_tile(self, addresses, row_bytes, features, ring, barriers, place) -> tuple:
+    def _load_tile(
+        self, addresses, row_bytes, features, item, ring, plan, barriers, place
+    ) -> tuple:
         """Ask for a tile's rows; returns the place in the ring after it.
 
-        `addresses`: of the first row of the tile, of that of its ups.
+        `addresses`: of the first row of the tile, of that of its ups; `item`: what was drawn.
         """
         v = self.v
         slot, phase = place
@@ -308,6 +334,7 @@ class ExpertKernel:
         rows = features
         if cutlass.const_expr(v.is_gated):
             rows = features * 2
+        items = shared_address(plan[6].iterator)
         for step in cutlass.range(v.num_steps, unroll=1):
             column = step * v.stage_columns
             num_bytes = Int32(v.stage_columns * 2)
@@ -316,8 +343,11 @@ class ExpertKernel:
             cute.arch.mbarrier_wait(is_empty + slot, phase)
             to = to_loader + slot * self.stage_bytes
             barrier = Int32((is_full + slot).toint())
+            item_address = items + slot * 4
             with cute.arch.elect_one():
                 if loader == 0:
+                    if cutlass.const_expr(v.is_dynamic):
+                        store_shared(item_address, item)
                     cute.arch.mbarrier_arrive_and_expect_tx(is_full + slot, rows * num_bytes)
                 # One thread starts all copies of its warp: the instruction takes addresses that
                 # are the warp's, so lanes with different ones would come one by one, slower.
@@ -336,6 +366,86 @@ class ExpertKernel:
                 slot = Int32(0)
                 phase ^= 1
         return slot, phase
+
+    @cute.jit
+    def _load_items(self, weight, counter, ring, plan, barriers, place) -> None:
+        """Draw tiles of the groups, and ask for their rows, until all are taken.
+
+        Blocks do not get equal shares of the memory's bandwidth: who is faster does more. A block's
+        first tile is its own; the next is drawn while one is on its way.
+        """
+        v = self.v
+        group_expert, number = plan[3], plan[5]
+        block, _, _ = cute.arch.block_idx()
+        num_blocks, _, _ = cute.arch.grid_dim()
+        loader = cute.arch.make_warp_uniform(cute.arch.warp_idx()) - v.num_warps
+        is_leader = loader == 0 and cute.arch.lane_idx() == 0
+        row_bytes = Int64(weight.stride[1]) * 2
+        num_groups = number[0]
+        item = block
+        turn = Int32(0)
+        while item < self._num_items(num_groups):
+            ticket = Int32(0)
+            if is_leader:
+                ticket = next_ticket(counter.iterator.toint())
+            group, first, features = self._item(item, num_groups)
+            addresses = self._addresses(weight, group_expert[group], first)
+            place = self._load_tile(
+                addresses, row_bytes, features, item, ring, plan, barriers, place
+            )
+            if is_leader:
+                number[1 + turn % 2] = ticket + num_blocks
+            cute.arch.barrier(barrier_id=_LOADING, number_of_threads=v.num_loaders * WARP)
+            item = number[1 + turn % 2]
+            turn += 1
+        # No tile begins in this stage: the others are to end.
+        slot, phase = place
+        item_address = shared_address(plan[6].iterator) + slot * 4
+        cute.arch.mbarrier_wait(barriers.iterator + v.num_stages + slot, phase)
+        with cute.arch.elect_one():
+            if loader == 0:
+                store_shared(item_address, Int32(-1))
+                cute.arch.mbarrier_arrive(barriers.iterator + slot)
+
+    @cute.jit
+    def _next_item(self, plan, barriers, place) -> Int32:
+        """The tile that begins at a place of the ring, or -1."""
+        slot, phase = place
+        cute.arch.mbarrier_wait(barriers.iterator + slot, phase)
+        return load_shared(shared_address(plan[6].iterator) + slot * 4)
+
+    def _num_items(self, num_groups) -> Int32:
+        """Tiles that are drawn."""
+        if not self.v.is_gated:
+            return num_groups * -(-self.v.num_features // self.v.tile)
+        doubles, units = self._units(num_groups)
+        return units - doubles
+
+    def _units(self, num_groups) -> tuple:
+        """(tiles of two units, units) of the gated kernel.
+
+        A unit is eight out features. The last tiles are units, so that blocks end together.
+        """
+        num_blocks, _, _ = cute.arch.grid_dim()
+        per_group = -(-self.v.num_features // 8)
+        units = num_groups * per_group
+        if per_group % 2 or self.v.tile_features < 16:
+            return Int32(0), units
+        return cutlass.max(units - 4 * num_blocks, 0) // 2, units
+
+    def _item(self, item, num_groups) -> tuple:
+        """(group, first out feature, number of out features) of a tile."""
+        v = self.v
+        if not v.is_gated:
+            per_group = -(-v.num_features // v.tile)
+            first = item % per_group * v.tile
+            return item // per_group, first, cutlass.min(v.num_features - first, v.tile)
+        doubles, _ = self._units(num_groups)
+        per_group = -(-v.num_features // 8)
+        unit = item + cutlass.min(item, doubles)
+        first = unit % per_group * 8
+        size = 8 + 8 * Int32(item < doubles)
+        return unit // per_group, first, cutlass.min(v.num_features - first, size)
 
     def _source_of(self, part: int) -> tuple[int, int]:
         """(out feature, is it of `up`) of row `part * num_loaders` of a tile.
@@ -454,6 +564,15 @@ class ExpertKernel:
         return value
 
 
+def next_ticket(address: Int64) -> Int32:
+    """Add one to a counter in global memory; what it was."""
+    return inline_ptx(
+        "atom.relaxed.gpu.global.add.u32 {$w0}, [{$r0}], 1;",
+        write_only_types=[Int32],
+        read_only_args=[address],
+    )
+
+
 def _select(condition: Int32, value: Int32, other: Int32) -> Int32:
     """`value` where the condition is 1, `other` where it is 0."""
     mask = Int32(0) - condition
@@ -487,11 +606,14 @@ class GateUpKernel(ExpertKernel):
         weight: cute.Tensor,
         shared_gate: cute.Tensor,
         shared_up: cute.Tensor,
+        chosen: cute.Tensor,
+        counters: cute.Tensor,
         output: cute.Tensor,
         num_blocks: Int32,
         stream: Any,
     ) -> None:
-        self.kernel(x, choice, factors, scale, weight, shared_gate, shared_up, output).launch(
+        given = (x, choice, factors, scale, weight, shared_gate, shared_up, chosen, counters)
+        self.kernel(*given, output).launch(
             grid=(num_blocks, 1, 1),
             block=(self.num_threads, 1, 1),
             stream=stream,
@@ -508,6 +630,8 @@ class GateUpKernel(ExpertKernel):
         weight: cute.Tensor,
         shared_gate: cute.Tensor,
         shared_up: cute.Tensor,
+        chosen: cute.Tensor,
+        counters: cute.Tensor,
         output: cute.Tensor,
     ) -> None:
         v = self.v
@@ -517,7 +641,8 @@ class GateUpKernel(ExpertKernel):
         self._init_barriers(barriers, tid)
         if warp >= v.num_warps:
             given = (choice, factors, scale)
-            self._load(given, weight, [shared_gate, shared_up], ring, plan, barriers)
+            shared = [shared_gate, shared_up]
+            self._load(given, weight, shared, chosen, counters, ring, plan, barriers)
         else:
             cute.arch.griddepcontrol_wait()
             self._multiply(x, output, choice.shape[0], ring, sums, plan, barriers)
@@ -531,7 +656,7 @@ class GateUpKernel(ExpertKernel):
         return row - shared, end - shared_end
 
     @cute.jit
-    def _load(self, choice, weight, shared_weights, ring, plan, barriers) -> None:
+    def _load(self, choice, weight, shared_weights, chosen, counters, ring, plan, barriers) -> None:
         v = self.v
         place = (Int32(0), Int32(1))
         if cutlass.const_expr(v.has_shared):
@@ -540,20 +665,42 @@ class GateUpKernel(ExpertKernel):
             while row < end:
                 features = cutlass.min(end - row, v.tile_features)
                 addresses = self._shared_addresses(shared_weights, row)
-                place = self._load_tile(addresses, row_bytes, features, ring, barriers, place)
+                place = self._load_tile(
+                    addresses, row_bytes, features, Int32(-1), ring, plan, barriers, place
+                )
                 row += features
         cute.arch.griddepcontrol_wait()
         cute.arch.griddepcontrol_launch_dependents()
         self._plan(*choice, weight.shape[0], plan)
         group_expert, number = plan[3], plan[5]
-        row, end = self._routed(number[0])
-        row_bytes = Int64(weight.stride[1]) * 2
-        while row < end:
-            first = row % v.num_features
-            features = cutlass.min(cutlass.min(end - row, v.num_features - first), v.tile_features)
-            addresses = self._addresses(weight, group_expert[row // v.num_features], first)
-            place = self._load_tile(addresses, row_bytes, features, ring, barriers, place)
-            row += features
+        if cutlass.const_expr(v.is_dynamic):
+            self._keep_choice(choice[0].shape[0], chosen, plan)
+            self._load_items(weight, counters, ring, plan, barriers, place)
+        else:
+            row, end = self._routed(number[0])
+            row_bytes = Int64(weight.stride[1]) * 2
+            while row < end:
+                first = row % v.num_features
+                features = cutlass.min(
+                    cutlass.min(end - row, v.num_features - first), v.tile_features
+                )
+                addresses = self._addresses(weight, group_expert[row // v.num_features], first)
+                place = self._load_tile(
+                    addresses, row_bytes, features, Int32(-1), ring, plan, barriers, place
+                )
+                row += features
+
+    @cute.jit
+    def _keep_choice(self, num_tokens, chosen, plan) -> None:
+        """The first block stores which pairs count, and their weights, for the sum."""
+        block, _, _ = cute.arch.block_idx()
+        tid, _, _ = cute.arch.thread_idx()
+        own = tid - self.num_consumers
+        if block == 0 and own < num_tokens * self.v.num_top:
+            # A pair of no expert counts nothing, whatever its weight.
+            place = plan[7][own]
+            chosen[0, place] = Float32(Int32(plan[0][own] >= 0))
+            chosen[1, place] = plan[2][own]
 
     @cute.jit
     def _multiply(self, x, output, num_tokens, ring, sums, plan, barriers) -> None:
@@ -571,18 +718,30 @@ class GateUpKernel(ExpertKernel):
                 self._store_shared(sums, output, num_tokens, row, features)
                 row += features
         cute.arch.barrier(barrier_id=_ALL, number_of_threads=self.num_threads)
-        row, end = self._routed(number[0])
-        while row < end:
-            group = row // v.num_features
-            end_of_group = cutlass.min((group + 1) * v.num_features, end)
-            pair = Int32(group_pairs[group * GROUP + x_row])
-            has_pair = Int32(pair >= 0)
-            x_parts = self._load_x(x, pair * has_pair // v.num_top, has_pair)
-            while row < end_of_group:
-                features = cutlass.min(end_of_group - row, v.tile_features)
-                place = self._multiply_tile(x_parts, ring, sums, barriers, place)
-                self._store(sums, output, group_pairs, group, row % v.num_features, features)
-                row += features
+        if cutlass.const_expr(v.is_dynamic):
+            num_groups = number[0]
+            item = self._next_item(plan, barriers, place)
+            while item >= 0:
+                group, first, features = self._item(item, num_groups)
+                drawn_pair = Int32(group_pairs[group * GROUP + x_row])
+                has_drawn = Int32(drawn_pair >= 0)
+                drawn_parts = self._load_x(x, drawn_pair * has_drawn // v.num_top, has_drawn)
+                place = self._multiply_tile(drawn_parts, ring, sums, barriers, place)
+                self._store(sums, output, group_pairs, group, first, features)
+                item = self._next_item(plan, barriers, place)
+        else:
+            row, end = self._routed(number[0])
+            while row < end:
+                group = row // v.num_features
+                end_of_group = cutlass.min((group + 1) * v.num_features, end)
+                pair = Int32(group_pairs[group * GROUP + x_row])
+                has_pair = Int32(pair >= 0)
+                x_parts = self._load_x(x, pair * has_pair // v.num_top, has_pair)
+                while row < end_of_group:
+                    features = cutlass.min(end_of_group - row, v.tile_features)
+                    place = self._multiply_tile(x_parts, ring, sums, barriers, place)
+                    self._store(sums, output, group_pairs, group, row % v.num_features, features)
+                    row += features
 
     @cute.jit
     def _store_shared(self, sums, output, num_tokens, first, features) -> None:
@@ -632,11 +791,13 @@ class DownKernel(ExpertKernel):
         weight: cute.Tensor,
         shared_down: cute.Tensor,
         residual: cute.Tensor,
+        counters: cute.Tensor,
         output: cute.Tensor,
         num_blocks: Int32,
         stream: Any,
     ) -> None:
-        self.kernel(hidden, choice, factors, scale, weight, shared_down, residual, output).launch(
+        given = (hidden, choice, factors, scale, weight, shared_down, residual, counters)
+        self.kernel(*given, output).launch(
             grid=(num_blocks, 1, 1),
             block=(self.num_threads, 1, 1),
             stream=stream,
@@ -653,6 +814,7 @@ class DownKernel(ExpertKernel):
         weight: cute.Tensor,
         shared_down: cute.Tensor,
         residual: cute.Tensor,
+        counters: cute.Tensor,
         output: cute.Tensor,
     ) -> None:
         v = self.v
@@ -663,7 +825,18 @@ class DownKernel(ExpertKernel):
         start, end = _share(Int32(v.num_features))
         if warp >= v.num_warps:
             given = (choice, factors, scale)
-            self._load(given, weight, shared_down, ring, plan, barriers, start, end)
+            if cutlass.const_expr(v.is_dynamic):
+                self._load_all(
+                    given, weight, shared_down, counters, ring, plan, barriers, start, end
+                )
+            else:
+                self._load(given, weight, shared_down, ring, plan, barriers, start, end)
+        elif cutlass.const_expr(v.is_dynamic):
+            cute.arch.griddepcontrol_wait()
+            cute.arch.griddepcontrol_launch_dependents()
+            self._multiply_all(
+                hidden, choice.shape[0], output, ring, sums, plan, barriers, start, end
+            )
         else:
             cute.arch.griddepcontrol_wait()
             cute.arch.griddepcontrol_launch_dependents()
@@ -683,13 +856,17 @@ class DownKernel(ExpertKernel):
             if cutlass.const_expr(v.has_shared):
                 rows = self._shared_addresses([shared_down], first)
                 shared_bytes = Int64(shared_down.stride[0]) * 2
-                place = self._load_tile(rows, shared_bytes, features, ring, barriers, place)
+                place = self._load_tile(
+                    rows, shared_bytes, features, Int32(-1), ring, plan, barriers, place
+                )
             if first == start:
                 self._plan(*choice, weight.shape[0], plan)
             group = Int32(0)
             while group < number[0]:
                 addresses = self._addresses(weight, group_expert[group], first)
-                place = self._load_tile(addresses, row_bytes, features, ring, barriers, place)
+                place = self._load_tile(
+                    addresses, row_bytes, features, Int32(-1), ring, plan, barriers, place
+                )
                 group += 1
             first += features
 
@@ -724,6 +901,72 @@ class DownKernel(ExpertKernel):
                 group += 1
             self._store(results, residual, output, first, features)
             first += features
+
+    @cute.jit
+    def _load_all(
+        self, choice, weight, shared_down, counters, ring, plan, barriers, start, end
+    ) -> None:
+        """This block's share of the shared expert, then tiles that it draws."""
+        v = self.v
+        place = (Int32(0), Int32(1))
+        if cutlass.const_expr(v.has_shared):
+            row_bytes = Int64(shared_down.stride[0]) * 2
+            while start < end:
+                features = cutlass.min(end - start, v.tile)
+                addresses = self._shared_addresses([shared_down], start)
+                place = self._load_tile(
+                    addresses, row_bytes, features, Int32(-1), ring, plan, barriers, place
+                )
+                start += features
+        self._plan(*choice, weight.shape[0], plan)
+        self._load_items(weight, counters, ring, plan, barriers, place)
+
+    @cute.jit
+    def _multiply_all(
+        self, hidden, num_tokens, output, ring, sums, plan, barriers, start, end
+    ) -> None:
+        """Products of the pairs, then of the shared expert with the tokens, as rows of output."""
+        v = self.v
+        group_pairs, number = plan[4], plan[5]
+        tid, _, _ = cute.arch.thread_idx()
+        x_row = cute.arch.lane_idx() // 4
+        place = (Int32(0), Int32(0))
+        num_pairs = num_tokens * v.num_top
+        if cutlass.const_expr(v.has_shared):
+            has_token = Int32(x_row < num_tokens)
+            token_parts = self._load_x(hidden, (num_pairs + x_row) * has_token, has_token)
+            while start < end:
+                features = cutlass.min(end - start, v.tile)
+                place = self._multiply_tile(token_parts, ring, sums, barriers, place)
+                for i in cutlass.range_constexpr(self._num_own()):
+                    index = tid + i * self.num_consumers
+                    row = index // v.tile
+                    feature = index % v.tile
+                    if row < num_tokens and feature < features:
+                        output[num_pairs + row, start + feature] = self._sum_of_warps(
+                            sums, row * self.sum_pitch + feature
+                        )
+                start += features
+        cute.arch.barrier(barrier_id=_ALL, number_of_threads=self.num_threads)
+        num_groups = number[0]
+        item = self._next_item(plan, barriers, place)
+        while item >= 0:
+            group, first, features = self._item(item, num_groups)
+            pair = Int32(group_pairs[group * GROUP + x_row])
+            has_pair = Int32(pair >= 0)
+            x_parts = self._load_x(hidden, pair * has_pair, has_pair)
+            place = self._multiply_tile(x_parts, ring, sums, barriers, place)
+            for i in cutlass.range_constexpr(self._num_own()):
+                index = tid + i * self.num_consumers
+                row = index // v.tile
+                feature = index % v.tile
+                if row < GROUP and feature < features:
+                    own_pair = Int32(group_pairs[group * GROUP + row])
+                    if own_pair >= 0:
+                        output[plan[7][own_pair], first + feature] = self._sum_of_warps(
+                            sums, row * self.sum_pitch + feature
+                        )
+            item = self._next_item(plan, barriers, place)
 
     # Each thread owns some (token, feature) of a tile in all of the following.
 
@@ -784,6 +1027,74 @@ class DownKernel(ExpertKernel):
                 output[token, first + feature] = value
 
 
+# Threads of a block of the sum, a column each.
+_SUM_THREADS = 128
+
+
+class SumKernel:
+    """Weighted sum of each token's products, plus what the shared expert gives, plus the residual.
+
+    Each summand is rounded, and each sum: what plain torch does, in its order.
+    """
+
+    def __init__(self, num_top: int, has_shared: bool, has_residual: bool) -> None:
+        self.num_top = num_top
+        self.has_shared = has_shared
+        self.has_residual = has_residual
+
+    @cute.jit
+    def __call__(
+        self,
+        products: cute.Tensor,
+        chosen: cute.Tensor,
+        residual: cute.Tensor,
+        output: cute.Tensor,
+        stream: Any,
+    ) -> None:
+        self.kernel(products, chosen, residual, output).launch(
+            grid=((output.shape[1] + _SUM_THREADS - 1) // _SUM_THREADS, output.shape[0], 1),
+            block=(_SUM_THREADS, 1, 1),
+            stream=stream,
+            use_pdl=True,
+        )
+
+    @cute.kernel
+    def kernel(
+        self,
+        products: cute.Tensor,
+        chosen: cute.Tensor,
+        residual: cute.Tensor,
+        output: cute.Tensor,
+    ) -> None:
+        tid, _, _ = cute.arch.thread_idx()
+        block, token, _ = cute.arch.block_idx()
+        column = block * _SUM_THREADS + tid
+        cute.arch.griddepcontrol_launch_dependents()
+        cute.arch.griddepcontrol_wait()
+        if column < output.shape[1]:
+            rows = [token * self.num_top + k for k in range(self.num_top)]
+            # All loads come first: what is not wanted is thrown away.
+            values = [products[row, column] for row in rows]
+            counts = [chosen[0, row] for row in rows]
+            weights = [chosen[1, row] for row in rows]
+            shared = Float32(0.0)
+            if cutlass.const_expr(self.has_shared):
+                shared = products[output.shape[0] * self.num_top + token, column]
+            kept = Float32(0.0)
+            if cutlass.const_expr(self.has_residual):
+                kept = Float32(residual[token, column])
+            total = Float32(0.0)
+            for k in cutlass.range_constexpr(self.num_top):
+                if counts[k] > 0.0:
+                    total += weights[k] * values[k]
+            value = BFloat16(total)
+            if cutlass.const_expr(self.has_shared):
+                value = BFloat16(Float32(value) + Float32(BFloat16(shared)))
+            if cutlass.const_expr(self.has_residual):
+                value = BFloat16(kept + Float32(value))
+            output[token, column] = value
+
+
 def _matrix(dtype: Any, last_stride: Any, align: int, row_divisibility: int = 1) -> Any:
     strides = (cute.sym_int64(divisibility=row_divisibility), last_stride)
     return make_fake_tensor(
@@ -805,14 +1116,33 @@ def compile_variant(variant: Variant, ids_dtype: Any, arch: str, options: str = 
     given = (_matrix(BFloat16, 1, 16, 8), choice, _numbers(Float32), Float32(1.0), weight)
     kernel: ExpertKernel
     others: tuple[Any, ...] = tuple(_matrix(BFloat16, 1, 16, 8) for _ in range(3))
+    counters = make_fake_tensor(Int32, (1,), (1,), assumed_align=4)
     if variant.is_gated:
         kernel = GateUpKernel(variant)
+        others = (*others[:2], _matrix(Float32, 1, 4), counters, others[2])
     else:
         kernel = DownKernel(variant)
-        others = (others[0], _numbers(BFloat16), others[1])
+        output = _matrix(Float32, 1, 16, 4) if variant.is_dynamic else others[1]
+        others = (others[0], _numbers(BFloat16), counters, output)
     return compile_kernel(kernel, *given, *others, Int32(1), arch=arch, options=options)
 
 
+def compile_sum(
+    num_top: int, has_shared: bool, has_residual: bool, arch: str, options: str = ""
+) -> Any:
+    """Compile the last kernel; see `compile_kernel`."""
+    return compile_kernel(
+        SumKernel(num_top, has_shared, has_residual),
+        _matrix(Float32, 1, 16, 4),
+        _matrix(Float32, 1, 4),
+        _numbers(BFloat16),
+        _matrix(BFloat16, 1, 16, 8),
+        arch=arch,
+        options=options,
+    )
+
+
+_compiled_sum = functools.cache(compile_sum)
 _compiled = functools.cache(compile_variant)
 
 # Shared memory of a multiprocessor, less what the system keeps for each block.
@@ -829,6 +1159,7 @@ class Choice:
         num_top: K.
         scale: of the weights that are chosen.
         normalizes: see `Variant`.
+        counters: int32 [2], zero: blocks draw their tiles by these.
     """
 
     choice: torch.Tensor
@@ -836,6 +1167,7 @@ class Choice:
     num_top: int
     scale: float = 1.0
     normalizes: bool = False
+    counters: torch.Tensor | None = None
 
     @property
     def num_logits(self) -> int:
@@ -855,6 +1187,7 @@ def variant_for(
     has_residual: bool = False,
     num_logits: int = 0,
     normalizes: bool = False,
+    is_dynamic: bool = False,
 ) -> Variant:
     """The kernel for a weight, with as many stages as fit."""
     if is_gated and config.tile % 16:
@@ -868,6 +1201,7 @@ def variant_for(
         has_residual=has_residual,
         num_logits=num_logits,
         normalizes=normalizes,
+        is_dynamic=is_dynamic,
         tile=config.tile,
         stage_columns=config.stage_columns,
         num_stages=1,
@@ -876,7 +1210,7 @@ def variant_for(
     )
     kernel = ExpertKernel(variant)
     left = _SHARED_BYTES - 1024 - kernel.other_shared_bytes
-    return replace(variant, num_stages=max(1, min(left // (kernel.stage_bytes + 16), 32)))
+    return replace(variant, num_stages=max(1, min(left // (kernel.stage_bytes + 16), MAX_RING)))
 
 
 def _launch(
@@ -901,6 +1235,7 @@ def _launch(
         has_residual=has_residual,
         num_logits=choice.num_logits,
         normalizes=choice.normalizes,
+        is_dynamic=choice.counters is not None,
     )
     ids_dtype = Int32 if choice.choice.dtype == torch.int32 else Int64
     run = _compiled(variant, ids_dtype, arch_of(source.device))
@@ -913,11 +1248,18 @@ def run_gate_up(
     choice: Choice,
     gate_up: torch.Tensor,
     shared: tuple[torch.Tensor, torch.Tensor] | None,
+    chosen: torch.Tensor | None,
     hidden: torch.Tensor,
     config: StreamConfig | None = None,
 ) -> None:
-    """Launch the first kernel; rows of `hidden` are pairs, then tokens of the shared expert."""
-    others = (*(shared or (gate_up[0], gate_up[0])), hidden)
+    """Launch the first kernel; rows of `hidden` are pairs, then tokens of the shared expert.
+
+    With counters, `chosen` fp32 [2, P] gets which pairs count, and their weights.
+    """
+    counters = hidden.view(torch.int32)[0, :1] if choice.counters is None else choice.counters[:1]
+    others = (*(shared or (gate_up[0], gate_up[0])), chosen, counters, hidden)
+    if chosen is None:
+        others = (*others[:2], hidden.view(torch.float32), *others[3:])
     _launch(choice, x_MC, gate_up, others, config, is_gated=True, has_shared=shared is not None)
 
 
@@ -927,14 +1269,17 @@ def run_down(
     down: torch.Tensor,
     shared_down: torch.Tensor | None,
     residual: torch.Tensor | None,
-    output_MC: torch.Tensor,
+    output: torch.Tensor,
     config: StreamConfig | None = None,
 ) -> None:
-    """Launch the second kernel."""
+    """Launch the second kernel: the layer's output, or with counters fp32 products for `run_sum`,
+    whose rows are as those of `hidden`."""
+    counters = hidden.view(torch.int32)[0, :1] if choice.counters is None else choice.counters[1:]
     others = (
         down[0] if shared_down is None else shared_down,
-        output_MC if residual is None else residual,
-        output_MC,
+        hidden if residual is None else residual,
+        counters,
+        output,
     )
     _launch(
         choice,
@@ -944,8 +1289,23 @@ def run_down(
         config,
         is_gated=False,
         has_shared=shared_down is not None,
-        has_residual=residual is not None,
+        has_residual=residual is not None and choice.counters is None,
     )
+
+
+def run_sum(
+    products: torch.Tensor,
+    chosen: torch.Tensor,
+    num_top: int,
+    residual: torch.Tensor | None,
+    output_MC: torch.Tensor,
+) -> None:
+    """Launch the last kernel, behind one that drew its tiles."""
+    num_tokens = output_MC.shape[0]
+    has_shared = products.shape[0] > num_tokens * num_top
+    arch = arch_of(output_MC.device)
+    run = _compiled_sum(num_top, has_shared, residual is not None, arch)
+    run(products, chosen, output_MC if residual is None else residual, output_MC)
 
 
 def moe_experts_cute(
@@ -960,7 +1320,7 @@ def moe_experts_cute(
     choice = Choice(ids_MK, weights_MK.float(), ids_MK.shape[1])
     hidden_PI = x_MC.new_empty((ids_MK.numel(), down.shape[2]))
     output_MC = x_MC.new_empty((x_MC.shape[0], down.shape[1]))
-    run_gate_up(x_MC, choice, gate_up, None, hidden_PI)
+    run_gate_up(x_MC, choice, gate_up, None, None, hidden_PI)
     run_down(hidden_PI, choice, down, None, None, output_MC)
     return output_MC
 

@@ -16,7 +16,12 @@ from glm_compile.ops._library import register_op
 from glm_compile.ops.bf16_linear import run_bf16_linear
 from glm_compile.ops.merged_linear import merged_linear
 from glm_compile.ops.moe import router as _router
-from glm_compile.ops.moe.config import CUTE_PAIRS, MAX_CHOSEN_FROM, MAX_LOGITS_COLUMNS
+from glm_compile.ops.moe.config import (
+    CUTE_PAIRS,
+    MAX_CHOSEN_FROM,
+    MAX_LOGITS_COLUMNS,
+    draws_tiles,
+)
 from glm_compile.ops.moe.experts import check_experts, moe_experts, why_not_cute
 from glm_compile.ops.moe.reference import moe_experts_reference, swiglu
 from glm_compile.ops.rms_norm import rms_norm
@@ -240,20 +245,38 @@ def _run_cute(
     eps: float,
     residual: torch.Tensor | None,
 ) -> torch.Tensor:
-    from glm_compile.ops.moe.cute_kernel import Choice, rows_to_load, run_down, run_gate_up
+    from glm_compile.ops.moe.cute_kernel import (
+        Choice,
+        rows_to_load,
+        run_down,
+        run_gate_up,
+        run_sum,
+    )
     from glm_compile.ops.moe.logits_kernel import run_logits
 
     num_tokens, num_experts = x.shape[0], router_weight.shape[0]
-    # Copies of inputs, if any, come before the first kernel: none of the three waits for others.
+    is_dynamic = draws_tiles(num_tokens * top_k)
+    # Copies of inputs, if any, come before the first kernel: none of those here waits for others.
     x, bias = rows_to_load(x), router_bias.float()
     normed = x if norm_weight is None else torch.empty_like(x)
     logits = x.new_empty((num_tokens, num_experts), dtype=torch.float32)
+    counters = torch.empty(2, dtype=torch.int32, device=x.device)
     hidden = x.new_empty((num_tokens * (top_k + 1), down.shape[2]))
     output = x.new_empty(x.shape)
-    run_logits(x, norm_weight, eps, router_weight, normed, logits)
-    choice = Choice(logits, bias.view(1, -1), top_k, scale, normalize)
-    run_gate_up(normed, choice, gate_up, (shared_gate, shared_up), hidden)
-    run_down(hidden, choice, down, shared_down, residual, output)
+    run_logits(x, norm_weight, eps, router_weight, normed, logits, counters)
+    choice = Choice(
+        logits, bias.view(1, -1), top_k, scale, normalize, counters if is_dynamic else None
+    )
+    shared = (shared_gate, shared_up)
+    if is_dynamic:
+        chosen = logits.new_empty((2, num_tokens * top_k))
+        products = logits.new_empty((hidden.shape[0], x.shape[1]))
+        run_gate_up(normed, choice, gate_up, shared, chosen, hidden)
+        run_down(hidden, choice, down, shared_down, None, products)
+        run_sum(products, chosen, top_k, residual, output)
+    else:
+        run_gate_up(normed, choice, gate_up, shared, None, hidden)
+        run_down(hidden, choice, down, shared_down, residual, output)
 
     def experts() -> tuple[torch.Tensor, ...]:
         weights, ids = _router.moe_router(

@@ -85,10 +85,11 @@ class LogitsKernel:
         weight: cute.Tensor,
         normed: cute.Tensor,
         logits: cute.Tensor,
+        counters: cute.Tensor,
         eps: Float32,
         stream: Any,
     ) -> None:
-        self.kernel(x, norm_weight, weight, normed, logits, eps).launch(
+        self.kernel(x, norm_weight, weight, normed, logits, counters, eps).launch(
             grid=((weight.shape[0] + self.v.num_experts - 1) // self.v.num_experts, 1, 1),
             block=(THREADS, 1, 1),
             stream=stream,
@@ -103,6 +104,7 @@ class LogitsKernel:
         weight: cute.Tensor,
         normed: cute.Tensor,
         logits: cute.Tensor,
+        counters: cute.Tensor,
         eps: Float32,
     ) -> None:
         v = self.v
@@ -139,6 +141,8 @@ class LogitsKernel:
                 for p in parts
             ]
         cute.arch.griddepcontrol_wait()
+        if block == 0 and tid < counters.shape[0]:
+            counters[tid] = Int32(0)
         tokens = [
             [
                 load_global_16_bytes(
@@ -267,6 +271,7 @@ def compile_logits(variant: LogitsVariant, arch: str, options: str = "") -> Any:
         make_fake_tensor(
             Float32, (cute.sym_int32(), cute.sym_int32()), (cute.sym_int64(), 1), assumed_align=4
         ),
+        make_fake_tensor(Int32, (cute.sym_int32(),), (1,), assumed_align=4),
         Float32(0.0),
         arch=arch,
         options=options,
@@ -283,10 +288,11 @@ def run_logits(
     weight_EC: torch.Tensor,
     normed_MC: torch.Tensor,
     logits_ME: torch.Tensor,
+    counters: torch.Tensor,
 ) -> None:
-    """Launch the kernel; `normed_MC` is written where there is a norm."""
+    """Launch the kernel; `normed_MC` is written where there is a norm, counters are set to 0."""
     is_wide = weight_EC.dtype == torch.float32
     variant = LogitsVariant(x_MC.shape[1], is_wide, norm_weight_C is not None)
     run = _compiled(variant, arch_of(x_MC.device))
     norm_weight = x_MC[0] if norm_weight_C is None else norm_weight_C
-    run(x_MC, norm_weight, weight_EC, normed_MC, logits_ME, eps)
+    run(x_MC, norm_weight, weight_EC, normed_MC, logits_ME, counters, eps)

@@ -51,8 +51,10 @@ def test_tiles_that_cannot_be_split_are_refused():
     [(*weight, None) for weight in WEIGHTS]
     + [(*weight, config) for weight, config in zip(WEIGHTS[1:], CONFIGS)],
 )
-@pytest.mark.parametrize("has_shared", [True, False])
-def test_compiles_without_spilling(arch, columns, features, is_gated, config, has_shared, tmp_path):
+@pytest.mark.parametrize("has_shared, is_dynamic", [(True, False), (True, True), (False, False)])
+def test_compiles_without_spilling(
+    arch, columns, features, is_gated, config, has_shared, is_dynamic, tmp_path
+):
     pytest.importorskip("cutlass")
     from cutlass import Int32, Int64
 
@@ -66,9 +68,10 @@ def test_compiles_without_spilling(arch, columns, features, is_gated, config, ha
         config or stream_config_for(columns, is_gated=is_gated),
         is_gated=is_gated,
         has_shared=has_shared,
-        has_residual=has_shared and not is_gated,
+        has_residual=has_shared and not is_gated and not is_dynamic,
         num_logits=256 * has_shared,
         normalizes=has_shared,
+        is_dynamic=is_dynamic,
     )
     dtype = Int32 if config else Int64
     compiled = compile_cute(
@@ -89,6 +92,7 @@ def test_compiles_without_spilling(arch, columns, features, is_gated, config, ha
     wait = compiled.ptx.index("griddepcontrol.wait")
     assert (compiled.ptx.index("cp.async.bulk") < wait) == (has_shared or not is_gated)
     assert wait < compiled.ptx.index("griddepcontrol.launch_dependents")
+    assert ("atom.relaxed.gpu.global.add" in compiled.ptx) == is_dynamic
     # Warps that load wait for the choice, those that multiply for what they multiply.
     assert compiled.ptx.count("griddepcontrol.wait") == 1 + is_gated
 
@@ -114,15 +118,42 @@ def test_error_is_that_of_plain_torch(E, C, I, M, ids):  # noqa: E741
 @pytest.mark.gpu
 @pytest.mark.parametrize("config", CONFIGS)
 def test_every_split_computes_the_same(config):
-    from glm_compile.ops.moe.cute_kernel import Choice, run_down, run_gate_up
+    from glm_compile.ops.moe.cute_kernel import Choice, run_down, run_gate_up, run_sum
 
-    x, weights, ids, gate_up, down = make_inputs(6, 12, 1000, 104, 8, device="cuda")
-    choice = Choice(ids, weights, 8)
-    hidden = [torch.empty(48, 104, dtype=torch.bfloat16, device="cuda") for _ in range(2)]
-    run_gate_up(x, choice, gate_up, None, hidden[0])
-    run_gate_up(x, choice, gate_up, None, hidden[1], config)
-    torch.testing.assert_close(*hidden, rtol=0.01, atol=1e-3)
-    outputs = [torch.empty_like(x) for _ in range(2)]
-    run_down(hidden[0], choice, down, None, None, outputs[0])
-    run_down(hidden[0], choice, down, None, None, outputs[1], config)
-    torch.testing.assert_close(*outputs, rtol=0.01, atol=0.01)
+    x, weights, ids, gate_up, down = make_inputs(6, 12, 1000, 104, 8, device="cuda", ids="any")
+    hidden, outputs = [], []
+    for chosen_config in (None, config):
+        for is_dynamic in (False, True):
+            counters = torch.zeros(2, dtype=torch.int32, device="cuda") if is_dynamic else None
+            choice = Choice(ids, weights, 8, counters=counters)
+            chosen = weights.new_empty(2, 48) if is_dynamic else None
+            hidden.append(torch.zeros(48, 104, dtype=torch.bfloat16, device="cuda"))
+            run_gate_up(x, choice, gate_up, None, chosen, hidden[-1], chosen_config)
+            outputs.append(torch.empty_like(x))
+            if is_dynamic:
+                products = weights.new_full((48, 1000), float("nan"))
+                run_down(hidden[0], choice, down, None, None, products, chosen_config)
+                run_sum(products, chosen, 8, None, outputs[-1])
+            else:
+                run_down(hidden[0], choice, down, None, None, outputs[-1], chosen_config)
+        # Who does which tile changes nothing.
+        assert torch.equal(hidden[-1], hidden[-2]) and torch.equal(outputs[-1], outputs[-2])
+    torch.testing.assert_close(hidden[0], hidden[2], rtol=0.01, atol=1e-3)
+    torch.testing.assert_close(outputs[0], outputs[2], rtol=0.01, atol=0.01)
+
+
+@pytest.mark.compile_only
+@pytest.mark.parametrize("arch", ["sm_90a", "sm_100a"])
+@pytest.mark.parametrize("has_shared", [True, False])
+def test_sum_compiles(arch, has_shared, tmp_path):
+    pytest.importorskip("cutlass")
+    from glm_compile.ops.moe.cute_kernel import compile_sum
+    from tests.compile_only import compile_cute
+
+    compiled = compile_cute(
+        lambda more: compile_sum(8, has_shared, has_shared, arch, more), arch, tmp_path
+    )
+    assert compiled.stack_bytes == 0 and compiled.registers <= 64
+    # Products and their weights are asked for at once.
+    body = compiled.ptx[: compiled.ptx.index("fma.rn")]
+    assert body.count("ld.global") >= 3 * 8

@@ -126,9 +126,10 @@ for tokens, sizes, ids in ((1, (3, 64, 24, 2), "topk"), (7, (5, 520, 40, 8), "an
     check_error(output.cpu(), *inputs)
 """,
     ),
-    "moe_layer_router": Script("router_", MOE_LAYER),
+    "moe_layer_logits": Script("LogitsKernel", MOE_LAYER),
     "moe_layer_gate_up": Script("GateUpKernel", MOE_LAYER),
     "moe_layer_down": Script("DownKernel", MOE_LAYER),
+    "moe_layer_sum": Script("SumKernel", MOE_LAYER),
     "mla_absorb": Script(
         "MlaAbsorbKernel",
         """
