@@ -1257,9 +1257,8 @@ def run_gate_up(
     With counters, `chosen` fp32 [2, P] gets which pairs count, and their weights.
     """
     counters = hidden.view(torch.int32)[0, :1] if choice.counters is None else choice.counters[:1]
-    others = (*(shared or (gate_up[0], gate_up[0])), chosen, counters, hidden)
-    if chosen is None:
-        others = (*others[:2], hidden.view(torch.float32), *others[3:])
+    kept = hidden.view(torch.float32) if chosen is None else chosen
+    others = (*(shared or (gate_up[0], gate_up[0])), kept, counters, hidden)
     _launch(choice, x_MC, gate_up, others, config, is_gated=True, has_shared=shared is not None)
 
 
