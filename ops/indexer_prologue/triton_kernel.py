@@ -36,7 +36,12 @@ from glm_compile.ops._triton import (
     to_fp8,
 )
 from glm_compile.ops.indexer_prologue.config import KernelConfig, default_for
-from glm_compile.ops.latent_write.triton_kernel import load_norm_weight, write_latent
+from glm_compile.ops.latent_write.triton_kernel import (
+    is_in_order,
+    load_norm_weight,
+    row_of,
+    write_latent,
+)
 from glm_compile.ops.paged_cache.triton_kernel import find_slot, store_key
 
 # Where a key goes: a fresh [B, S, D], rows of a cache [B, T, D], pages, or FP8 pages.
@@ -71,6 +76,8 @@ def find_place(
         "stride_qb",
         "stride_kb",
         "stride_gb",
+        "stride_lb",
+        "stride_rb",
         "stride_cb",
         "stride_sb",
         "stride_major",
@@ -142,6 +149,7 @@ def indexer_prologue_kernel(
     L: tl.constexpr,
     BLOCK_L: tl.constexpr,
     LATENTS_INTERLEAVED: tl.constexpr,
+    LATENTS_IN_ORDER: tl.constexpr,
     PDL: tl.constexpr,
 ):
     if PDL:
@@ -162,9 +170,9 @@ def indexer_prologue_kernel(
         if PDL:
             gdc_wait()
         write_latent(
-            latents + sequence * stride_lb + step * stride_ls,
+            row_of(latents, stride_lb, stride_ls, sequence, step, num_steps, LATENTS_IN_ORDER),
             stride_ll,
-            ropes + sequence * stride_rb + step * stride_rs,
+            row_of(ropes, stride_rb, stride_rs, sequence, step, num_steps, LATENTS_IN_ORDER),
             stride_rp,
             weight,
             latent_eps,
@@ -369,6 +377,7 @@ def launch(
         L=rank,
         BLOCK_L=triton.next_power_of_2(max(1, rank)),
         LATENTS_INTERLEAVED=is_latent_interleaved,
+        LATENTS_IN_ORDER=latents is not None and is_in_order(*latents[:2]),
         PDL=has_pdl,
         num_warps=config.num_warps,
         enable_fp_fusion=False,

@@ -31,6 +31,22 @@ def load_norm_weight(norm_weight, L: tl.constexpr, BLOCK_L: tl.constexpr):
 
 
 @triton.jit
+def row_of(x, stride_b, stride_s, sequence, step, num_steps, IN_ORDER: tl.constexpr):
+    """A token's row. Sequences that follow each other like steps need no stride of their own,
+    of which nothing is known when the kernel is compiled.
+    """
+    if IN_ORDER:
+        return x + (sequence * num_steps + step) * stride_s
+    else:
+        return x + sequence * stride_b + step * stride_s
+
+
+def is_in_order(*tensors: torch.Tensor) -> bool:
+    """Whether the sequences of [B, S, *] tensors follow each other like steps."""
+    return all(t.shape[0] == 1 or t.stride(0) == t.shape[1] * t.stride(1) for t in tensors)
+
+
+@triton.jit
 def write_latent(
     latents,
     stride_latent,
@@ -81,7 +97,15 @@ def write_latent(
 
 
 @triton.jit(
-    do_not_specialize=["num_steps", "stride_cb", "stride_sb", "stride_table", "num_columns"]
+    do_not_specialize=[
+        "num_steps",
+        "stride_lb",
+        "stride_rb",
+        "stride_cb",
+        "stride_sb",
+        "stride_table",
+        "num_columns",
+    ]
 )
 def latent_write_kernel(
     latents,
@@ -117,6 +141,7 @@ def latent_write_kernel(
     BLOCK_P: tl.constexpr,
     INTERLEAVED: tl.constexpr,
     ROUND_TO: tl.constexpr,
+    IN_ORDER: tl.constexpr,
     PDL: tl.constexpr,
 ):
     if PDL:
@@ -128,9 +153,9 @@ def latent_write_kernel(
     if PDL:
         gdc_wait()
     write_latent(
-        latents + sequence * stride_lb + step * stride_ls,
+        row_of(latents, stride_lb, stride_ls, sequence, step, num_steps, IN_ORDER),
         stride_ll,
-        ropes + sequence * stride_rb + step * stride_rs,
+        row_of(ropes, stride_rb, stride_rs, sequence, step, num_steps, IN_ORDER),
         stride_rp,
         weight,
         norm_eps,
@@ -203,6 +228,7 @@ def latent_write_triton(
         BLOCK_P=triton.next_power_of_2(max(1, ropes.shape[2])),
         INTERLEAVED=interleaved,
         ROUND_TO=TRITON_DTYPES[torch.promote_types(latents.dtype, cos.dtype)],
+        IN_ORDER=is_in_order(latents, ropes),
         PDL=has_pdl,
         num_warps=2,
         enable_fp_fusion=False,

@@ -600,6 +600,7 @@ def test_kernels_compile_without_spilling(arch, to, interleaved, num_tokens, ran
             "L": rank,
             "BLOCK_L": max(1, rank),
             "LATENTS_INTERLEAVED": True,
+            "LATENTS_IN_ORDER": True,
             "PDL": config.is_early,
         },
         arch,

@@ -32,9 +32,13 @@ TABLE = torch.tensor([[4, 1], [2, -1]], dtype=torch.int32)
 LENGTHS = [(62, 61), (126, 0), (-2, 3)]
 
 
-def make_inputs(B=2, S=5, L=512, P=64, dtype=torch.bfloat16, cos_batch=None):
-    """(latents, ropes, weight, eps, cos, sin): views of one product, as a merged linear's."""
-    merged = torch.randn(B, S, 32 + L + P + 24).to(dtype)[..., 32:-24]
+def make_inputs(B=2, S=5, L=512, P=64, dtype=torch.bfloat16, cos_batch=None, gap=0):
+    """(latents, ropes, weight, eps, cos, sin): views of one product, as a merged linear's.
+
+    Args:
+        gap: rows between sequences.
+    """
+    merged = torch.randn(B, S + gap, 32 + L + P + 24).to(dtype)[:, :S, 32:-24]
     latents, ropes = merged.split([L, P], -1)
     angles = torch.randn(cos_batch or B, S, P // 2).repeat(1, 1, 2)
     weight = (torch.rand(L) + 0.5).to(dtype)
@@ -61,7 +65,7 @@ def expected_pages(before, rows, lengths):
 
 
 def store(device, inputs, lengths, interleaved=True, backend=None):
-    """(pages before, pages after)"""
+    """(pages before, pages after)."""
     latents, ropes, *_ = inputs
     width = latents.shape[-1] + ropes.shape[-1]
     pages = torch.randn(6, 64, width).to(device, latents.dtype)
@@ -108,7 +112,7 @@ def check_rows(after, before, inputs, lengths, interleaved):
     [
         ({}, LENGTHS[0], torch.bfloat16),
         ({}, LENGTHS[1], torch.float32),
-        ({"L": 20, "P": 6, "cos_batch": 1}, LENGTHS[2], torch.bfloat16),
+        ({"L": 20, "P": 6, "cos_batch": 1, "gap": 3}, LENGTHS[2], torch.bfloat16),
         ({"L": 130, "P": 96}, LENGTHS[0], torch.float16),
         ({"L": 130, "P": 96}, LENGTHS[1], torch.bfloat16),
         ({"S": 0}, LENGTHS[0], torch.bfloat16),
@@ -342,6 +346,7 @@ def test_kernel_compiles_without_spilling(arch, interleaved, has_pdl):
             "BLOCK_P": 64,
             "INTERLEAVED": interleaved,
             "ROUND_TO": tl.bfloat16,
+            "IN_ORDER": True,
             "PDL": has_pdl,
         },
         arch,

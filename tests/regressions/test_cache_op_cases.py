@@ -92,13 +92,15 @@ def test_comp_17_kernels_are_not_compiled_again_for_a_batch_or_a_length():
     pytest.importorskip("triton")
     from glm_compile.ops.bf16_linear.triton_kernel import bf16_linear_kernel
     from glm_compile.ops.indexer_prologue import triton_kernel as prologue
+    from glm_compile.ops.latent_write.triton_kernel import latent_write_kernel
     from glm_compile.ops.paged_cache import triton_kernel as cache
 
     changing = {"num_rows", "num_steps", "num_columns", "max_len", "stride_table", "stride_new_b"}
-    changing |= {f"stride_{name}b" for name in "qkgcs"}
+    changing |= {f"stride_{name}b" for name in "qkgcslr"}
     kernels = [
         bf16_linear_kernel,
         prologue.indexer_prologue_kernel,
+        latent_write_kernel,
         cache.paged_write_kernel,
         cache.paged_gather_kernel,
         cache.paged_write_fp8_kernel,
