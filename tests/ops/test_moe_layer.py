@@ -266,10 +266,15 @@ def test_gpu_layers_in_a_graph_follow_their_inputs(M):
 
 
 @pytest.mark.compile_only
-@pytest.mark.parametrize("arch", ["sm_90a", "sm_100a"])
-@pytest.mark.parametrize("is_wide", [True, False])
-@pytest.mark.parametrize("has_norm", [True, False])
-@pytest.mark.parametrize("columns", [6144, 1000])
+@pytest.mark.parametrize(
+    "arch, columns, is_wide, has_norm",
+    [
+        ("sm_90a", 6144, False, True),
+        ("sm_90a", 6144, True, True),
+        ("sm_90a", 1000, True, False),
+        ("sm_100a", 6144, False, True),
+    ],
+)
 def test_logits_compile_without_spilling(arch, is_wide, has_norm, columns, tmp_path):
     pytest.importorskip("cutlass")
     from glm_compile.ops.moe.logits_kernel import LogitsVariant, compile_logits
