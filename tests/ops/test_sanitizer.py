@@ -26,9 +26,10 @@ class Script:
         code: checks its results against the reference, so that what is looked at did run.
         tools: that follow what the kernels do. Racecheck knows no barriers that asynchronous stores
             to a peer arrive at (clusters of top-k and of sparse MLA), and counts an arrival for the
-            lane alone, which `test_what_racecheck_follows` shows (sparse MLA for many rows). Of
-            sparse MLA's single blocks it reports factors that one group stores before it arrives at
-            a named barrier, and that the other reads after it has waited there, as PTX allows.
+            lane alone, which `test_what_racecheck_follows` shows (sparse MLA for many rows, stages
+            of a linear that are filled again). Of sparse MLA's single blocks it reports factors
+            that one group stores before it arrives at a named barrier, and that the other reads
+            after it has waited there, as PTX allows.
     """
 
     kernels: str
@@ -63,6 +64,42 @@ TOPK_CLUSTERS = """
     Variant("registers", 4, 256, 4, 8, 1024),
     Variant("registers", 4, 256, 4, 8, 1024, 2080),
     Variant("filtered", 4, 256, 4, 8, 2048, 3072, 4),
+"""
+
+LINEAR = """
+import torch
+from glm_compile.ops.bf16_linear.config import StreamConfig
+from glm_compile.ops.bf16_linear.cute_kernel import bf16_linear_cute
+from glm_compile.ops.rms_norm_linear.reference import rms_norm_reference, swiglu_reference
+
+for num_rows, shape, config, has_norm, has_swiglu in CASES:
+    weight = (torch.randn(shape) / shape[1] ** 0.5).bfloat16()
+    x = torch.randn(num_rows, shape[1]).bfloat16()
+    norm_weight = (torch.rand(shape[1]) + 0.5).bfloat16()
+    want = (rms_norm_reference(x, norm_weight, 1e-5) if has_norm else x).double()
+    want = want @ weight.double().T
+    want = swiglu_reference(want) if has_swiglu else want
+    norm = norm_weight.cuda() if has_norm else None
+    got = bf16_linear_cute(
+        x.cuda(), weight.cuda(), None, None, norm, 1e-5, config=config, has_swiglu=has_swiglu
+    )
+    assert (got.cpu() - want).abs().max() <= 2**-6 * want.abs().max()
+"""
+# Sums of a cluster, norms, SwiGLU, tiles that are drawn or turned; no stage is filled twice.
+LINEAR_SPLITS = """
+    (6, (96, 2048), StreamConfig(8, 512, cluster=4), False, False),
+    (16, (200, 1000), StreamConfig(40, 512, cluster=2), False, False),
+    (1, (64, 2048), StreamConfig(16, 256, cluster=8), False, False),
+    (16, (100, 1024), StreamConfig(48, 512, cluster=2, late=True), False, False),
+    (6, (96, 2048), StreamConfig(40, 512, cluster=2), True, False),
+    (3, (90, 1000), StreamConfig(24, 512), True, True),
+    (11, (96, 2048), StreamConfig(24, 512), False, True),
+    (6, (9000, 256), StreamConfig(16, 256, is_dynamic=True), False, False),
+    (16, (96, 1024), StreamConfig(48, 512, cluster=2, is_turned=True), False, False),
+"""
+LINEAR_RINGS = """
+    (6, (64, 6144), StreamConfig(24, 512), True, True),
+    (6, (7000, 2048), StreamConfig(24, 512, is_dynamic=True), False, False),
 """
 
 MOE_LAYER = """
@@ -113,6 +150,12 @@ for num_rows, shape in ((1, (200, 1024)), (6, (100, 1000)), (16, (2784, 512))):
     want = x.double() @ weight.double().T
     assert (got.double() - want).abs().max() <= 2**-7 * want.abs().max()
 """,
+    ),
+    "bf16_linear_splits": Script("Bf16LinearKernel", LINEAR.replace("CASES", f"[{LINEAR_SPLITS}]")),
+    "bf16_linear_rings": Script(
+        "Bf16LinearKernel",
+        LINEAR.replace("CASES", f"[{LINEAR_RINGS}]"),
+        ("memcheck", "synccheck"),
     ),
     "moe_experts": Script(
         "GateUpKernel",
