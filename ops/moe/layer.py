@@ -17,7 +17,6 @@ from glm_compile.ops.bf16_linear import run_bf16_linear
 from glm_compile.ops.merged_linear import merged_linear
 from glm_compile.ops.moe import router as _router
 from glm_compile.ops.moe.config import (
-    CUTE_PAIRS,
     MAX_CHOSEN_FROM,
     MAX_LOGITS_COLUMNS,
     draws_tiles,
@@ -67,8 +66,8 @@ def moe_layer(
         norm_weight_C: x's dtype [C], or None: x is multiplied as it is.
         eps: of the norm.
         residual_MC: x's dtype [M, C], any strides, or None.
-        backend: force `cute`, `separate` (each step by its own op) or `reference`. Unforced, calls
-            of at most 16 pairs go to `cute` where it runs.
+        backend: force `cute`, `separate` (each step by its own op) or `reference`. Unforced, up to
+            8 tokens go to `cute` where it runs.
 
     Returns:
         x's dtype [M, C], contiguous.
@@ -288,20 +287,18 @@ def _run_cute(
     return output
 
 
-_CUTE = _dispatch.Backend("cute", _why_not_cute, _run_cute)
-_SEPARATE = _dispatch.Backend("separate", _dispatch.always, _run_separate)
-_REFERENCE = _dispatch.Backend("reference", _dispatch.always, moe_layer_reference)
+_BACKENDS = (
+    _dispatch.Backend("cute", _why_not_cute, _run_cute),
+    _dispatch.Backend("separate", _dispatch.always, _run_separate),
+    _dispatch.Backend("reference", _dispatch.always, moe_layer_reference),
+)
 
 
 def _run_moe_layer(x: torch.Tensor, *args: Any) -> torch.Tensor:
     if not x.numel():
         return x.new_empty(x.shape)
     *arguments, backend = args
-    is_few = x.shape[0] * arguments[2] <= CUTE_PAIRS
-    backends = (_CUTE, _SEPARATE) if is_few else (_SEPARATE, _CUTE)
-    result: torch.Tensor = _dispatch.run(
-        "moe_layer", (*backends, _REFERENCE), backend, x, *arguments
-    )
+    result: torch.Tensor = _dispatch.run("moe_layer", _BACKENDS, backend, x, *arguments)
     return result
 
 
