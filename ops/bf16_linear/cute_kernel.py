@@ -9,6 +9,14 @@ results are the same in every run, and with one split a row's depend neither on 
 on their number. A few weights have another split for many rows; it is not taken where rows must not
 depend on their number.
 
+Tiles are dealt out, or drawn by a counter where there are many: multiprocessors do not get equal
+shares of the memory's bandwidth, and who is faster then does more. A tile's sums are the same
+whoever takes it. Where x is a good part of what is read, each tile may begin with another stage, so
+that blocks do not all ask for the same part of x.
+
+On request rows go through the model's RMSNorm while they are in registers, and tiles are made of
+gates and ups, of which silu(gate) * up is stored.
+
 The tensor cores do not care which columns they multiply as long as both sides agree. Here a lane
 takes eight adjacent columns of a row, so weights come out of shared memory 16 bytes at a time and x
 needs no shared memory: each warp loads the columns that it multiplies, straight into registers.
