@@ -55,5 +55,4 @@ MANY_ROWS: dict[tuple[int, int], tuple[int, ...]] = {
     (154880, 6144): (48, 256, 8, 4, 1, 1, False, True, False),
 }
 
-LIBRARY: dict[tuple[int, int], tuple[int, ...]] = {
-}
+LIBRARY: dict[tuple[int, int], tuple[int, ...]] = {}

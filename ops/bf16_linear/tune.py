@@ -256,7 +256,8 @@ def _choose(
 
 def _table(name: str, types: str, values: Mapping[tuple[int, int], object]) -> list[str]:
     rows = [f"    {shape}: {value},\n" for shape, value in sorted(values.items())]
-    return [f"{name}: dict[tuple[int, int], {types}] = {{\n", *rows, "}\n"]
+    opening = f"{name}: dict[tuple[int, int], {types}] = {{"
+    return [opening, "\n" if rows else "", *rows, "}\n"]
 
 
 def write(results: Sequence[Tuned]) -> None:

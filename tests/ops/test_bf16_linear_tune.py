@@ -69,6 +69,11 @@ def test_written_choices_are_read_again_and_others_stay(tmp_path, monkeypatch):
     monkeypatch.setattr(tune, "LIBRARY", again.LIBRARY)
     tune.write([lost, won])
     assert path.read_text() == text
+    # As the formatter would have it, also where the library wins nowhere.
+    assert text.rstrip().endswith("}") and "{\n}" not in text
+    monkeypatch.setattr(tune, "LIBRARY", {})
+    tune.write([won])
+    assert path.read_text().endswith("\nLIBRARY: dict[tuple[int, int], tuple[int, ...]] = {}\n")
 
 
 @pytest.mark.parametrize("shape", [s for shapes in tune.SHAPES.values() for s in shapes])
