@@ -9,7 +9,10 @@ knows which experts were chosen.
 
 In the first launch the rows of all groups are one long list, of which every block takes as many,
 side by side. In the second every block takes as many out features, and these of all groups, so that
-it can add up what a token's experts give without another launch.
+it can add up what a token's experts give without another launch. Or blocks draw their tiles, those
+of the shared expert apart: who gets more of the memory's bandwidth does more of them, so that all
+end together, and a third launch adds up. No number depends on who took which tile: sums are the
+same either way, over a token's experts in the order of their ids.
 
 One warp or several of a block keep a ring of stages full by bulk copies, a row's piece of a stage
 each; the others share out a stage's columns between them, multiply by tensor cores (16 rows of

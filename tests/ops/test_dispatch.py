@@ -79,3 +79,17 @@ def test_calls_are_seen_while_somebody_observes():
         _dispatch.run("op", BACKENDS, None, 3)
     _dispatch.run("op", BACKENDS, None, 5)
     assert seen == [("op", 3)]
+
+
+def test_calls_within_a_kernel_are_shown_to_observers_only():
+    made, seen = [], []
+
+    def arguments():
+        made.append(True)
+        return 1, 2
+
+    _dispatch.show("inner", arguments)
+    assert not made
+    with _dispatch.observed(lambda op, *args: seen.append((op, *args))):
+        _dispatch.show("inner", arguments)
+    assert seen == [("inner", 1, 2)] and made == [True]

@@ -239,6 +239,18 @@ def test_gpu_choice_is_that_of_the_router(dtype, E, K, normalize):
 
 @pytest.mark.gpu
 @pytest.mark.usefixtures("cute_gpu")
+def test_gpu_observers_see_what_the_kernels_choose():
+    (x, weight, bias, K, *experts), residual = make_inputs(6, 24, 256, 104, 8, device="cuda")
+    seen = []
+    with _dispatch.observed(lambda op, *args: seen.append((op, *args))):
+        run((x, weight, bias, K, *experts), residual, backend="cute")
+    ((_, _, ids, gate_up, down),) = [args for op, *args in seen if op == "moe_experts"]
+    assert torch.equal(ids, test_moe_router.oracle(x, weight, bias, K, True, 2.5)[1])
+    assert gate_up is experts[0] and down is experts[1]
+
+
+@pytest.mark.gpu
+@pytest.mark.usefixtures("cute_gpu")
 @pytest.mark.parametrize("M", [1, 6])
 def test_gpu_layers_in_a_graph_follow_their_inputs(M):
     """Kernels of one layer start while those of the one before still run."""
