@@ -141,22 +141,26 @@ class Output:
 
     @cute.jit
     def _write_rest(self, target, base, end, num_selected, tid, rank) -> None:
-        """Fill up the row behind its last selected position, which is in places `base` to `end` of
-        the block that does so; the cluster's last block fills a row without one."""
+        """Fill up the row behind its last selected position.
+
+        With -1 the cluster's last block does so, whose last place is the row's. With the last
+        position the block that has written it, in places `base` to `end`; in a row that has none
+        the last one.
+        """
         selected, _out_address, _table, row, k, _rows_per_sequence, _page_size = target
-        if num_selected < k:
-            value = Int32(-1)
-            is_mine = rank == self.cluster - 1
-            if cutlass.const_expr(self.variant.repeat_last):
-                value = Int32(0)
-                is_mine = is_mine and num_selected == 0
+        value = Int32(-1)
+        is_mine = rank == self.cluster - 1
+        if cutlass.const_expr(self.variant.repeat_last):
+            value = Int32(0)
+            is_mine = is_mine and num_selected == 0
+            if num_selected < k:
                 # This block wrote it: a barrier is all that the load needs.
                 cute.arch.sync_threads()
                 if base < num_selected and num_selected <= end:
                     value = selected[row, num_selected - 1]
                     is_mine = True
-            if is_mine:
-                slot = num_selected + tid
-                while slot < k:
-                    selected[row, slot] = value
-                    slot += self.num_threads
+        if is_mine:
+            slot = end + tid
+            while slot < k:
+                selected[row, slot] = value
+                slot += self.num_threads
