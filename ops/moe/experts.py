@@ -45,8 +45,8 @@ def moe_experts(
     """Return sum_k w_k down_k (silu(gate_k x) * (up_k x)) over each token's experts.
 
     Products are accumulated in fp32. A token's experts are weighted and added up in fp32, in the
-    order of its ids, and rounded once, as transformers does; the kernels round what is between the
-    two products once, the library's path twice more. A row depends neither on the other rows nor
+    order of its ids (`cute`: of the experts' numbers), and rounded once, as transformers does; the
+    kernels round what is between the two products once, the library's path twice more. A row depends neither on the other rows nor
     on their experts, and repeated calls are equal bit for bit; `grouped_mm` is as good as torch's
     grouped product in both. Unforced, the kernel is chosen by M and K.
 
