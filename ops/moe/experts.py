@@ -46,9 +46,10 @@ def moe_experts(
 
     Products are accumulated in fp32. A token's experts are weighted and added up in fp32, in the
     order of its ids (`cute`: of the experts' numbers), and rounded once, as transformers does; the
-    kernels round what is between the two products once, the library's path twice more. A row depends neither on the other rows nor
-    on their experts, and repeated calls are equal bit for bit; `grouped_mm` is as good as torch's
-    grouped product in both. Unforced, the kernel is chosen by M and K.
+    kernels round what is between the two products once, the library's path twice more. A row
+    depends neither on the other rows nor on their experts, and repeated calls are equal bit for
+    bit; `grouped_mm` is as good as torch's grouped product in both. Unforced, the kernel is chosen
+    by M and K.
 
     Args:
         x_MC: fp32, fp16 or bf16 [M, C], any strides; M = 0 is allowed.
