@@ -143,7 +143,7 @@ def _replace(graph: fx.Graph, call: _Call, found: ExpandedLatents) -> list[str]:
     after = call.selection if is_made_here else None
     q_BSHC = build.call(
         glm.mla_absorb_query.default,
-        *(q_nope, q_rot, weight, *tables, after, _next_weight(call.node), ""),
+        *(q_nope, q_rot, weight, *tables, after, ""),
     )
     q_RHC = build.view(q_BSHC, [-1, num_heads, found.rank + found.num_rope])
     gather = found.latents.source
@@ -183,22 +183,6 @@ def _replace(graph: fx.Graph, call: _Call, found: ExpandedLatents) -> list[str]:
         else:
             reasons += latent_write.replace_store(graph, store, attended)
     return reasons
-
-
-def _next_weight(attention: fx.Node) -> fx.Node | None:
-    """The bf16 weight of the one linear that reads what attention gives, if there is one."""
-    front, found = [attention], []
-    while front:
-        for user in front.pop().users:
-            linear = canonical.linear(user)
-            if linear is not None:
-                found.append(linear)
-            elif is_view(user):
-                front.append(user)
-    if len(found) != 1 or len(found[0].weight_casts) > 1:
-        return None
-    weight = found[0].weight
-    return weight if layouts.dtype_of(weight) == torch.bfloat16 else None
 
 
 def _unrotated(build: Builder, rope: Rope, rotated: fx.Node) -> fx.Node:

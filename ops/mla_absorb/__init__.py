@@ -37,7 +37,6 @@ def absorb_query(
     sin: torch.Tensor | None = None,
     interleaved: bool = True,
     after: torch.Tensor | None = None,
-    next_weight: torch.Tensor | None = None,
     backend: str | None = None,
 ) -> torch.Tensor:
     """Return the query in the latent's space: q_nope W_UK of each head, and q_rot behind it.
@@ -55,8 +54,6 @@ def absorb_query(
         interleaved: pairs are (2i, 2i + 1) and come out evens first; else (i, i + P/2).
         after: not read. A compiler that orders calls by what they read runs this one behind the one
             that makes it.
-        next_weight: bfloat16 [*, K], not read either, but brought into the L2 cache in part where
-            the memory has time: the weight of the product behind attention.
         kv_b_weight: q_nope's dtype, [H * (N + V), L], any strides: the rows of a head are W_UK
             [N, L], then W_UV [V, L]. Never copied. The `cute` kernel reads it before the kernel
             ahead has ended: that one may write it only if it lets no dependent in before it has.
@@ -92,7 +89,6 @@ def absorb_query(
         sin,
         interleaved,
         after,
-        next_weight,
         backend or "",
     )
 
@@ -228,7 +224,6 @@ def _why_no_query_triton(
     cos: torch.Tensor | None,
     sin: torch.Tensor | None,
     interleaved: bool,
-    next_weight: torch.Tensor | None,
 ) -> str | None:
     return _why_not_triton(q_nope, q_rot, kv_b_weight, *(t for t in (cos, sin) if t is not None))
 
@@ -240,7 +235,6 @@ def _why_no_query_library(
     cos: torch.Tensor | None,
     sin: torch.Tensor | None,
     interleaved: bool,
-    next_weight: torch.Tensor | None,
 ) -> str | None:
     if cos is None or sin is None or not cos.shape[-1]:
         return "without a rotation the reference is the library's product"
@@ -254,7 +248,6 @@ def _why_no_query_cute(
     cos: torch.Tensor | None,
     sin: torch.Tensor | None,
     interleaved: bool,
-    next_weight: torch.Tensor | None,
 ) -> str | None:
     num_nope, num_copied = q_nope.shape[-1], q_rot.shape[-1]
     if num_nope == 0 or num_nope % QUERY_ROWS or num_nope > QUERY_ROWS * MAX_WARPS:
@@ -287,23 +280,16 @@ def _run_value_cute(*args: Any) -> torch.Tensor:
     return project_values_cute(*args)
 
 
-def _run_query_reference(*args: Any) -> torch.Tensor:
-    *call, _next_weight = args
-    return absorb_query_reference(*call)
-
-
 def _run_query_triton(*args: Any) -> torch.Tensor:
     from glm_compile.ops.mla_absorb.triton_kernel import absorb_query_triton
 
-    *call, _next_weight = args
-    return absorb_query_triton(*call)
+    return absorb_query_triton(*args)
 
 
 def _run_query_library(*args: Any) -> torch.Tensor:
     from glm_compile.ops.mla_absorb.triton_kernel import absorb_query_library
 
-    *call, _next_weight = args
-    return absorb_query_library(*call)
+    return absorb_query_library(*args)
 
 
 def _run_value_triton(*args: Any) -> torch.Tensor:
@@ -315,7 +301,7 @@ def _run_value_triton(*args: Any) -> torch.Tensor:
 _QUERY_BACKENDS = (
     _dispatch.Backend("cute", _why_no_query_cute, _run_query_cute),
     _dispatch.Backend("triton", _why_no_query_triton, _run_query_triton),
-    _dispatch.Backend("reference", _dispatch.always, _run_query_reference),
+    _dispatch.Backend("reference", _dispatch.always, absorb_query_reference),
     _dispatch.Backend("library", _why_no_query_library, _run_query_library),
 )
 _VALUE_BACKENDS = (
@@ -340,11 +326,10 @@ def _absorb_query(
     sin: torch.Tensor | None,
     interleaved: bool,
     after: torch.Tensor | None,
-    next_weight: torch.Tensor | None,
     backend: str,
 ) -> torch.Tensor:
     backends = _ordered(_QUERY_BACKENDS, q_nope)
-    call = (q_nope, q_rot, kv_b_weight, cos, sin, interleaved, next_weight)
+    call = (q_nope, q_rot, kv_b_weight, cos, sin, interleaved)
     return _dispatch.run("absorb_query", backends, backend, *call)
 
 
@@ -370,7 +355,7 @@ def _project_values_fake(
 
 _absorb_query_op = register_op(
     "mla_absorb_query(Tensor q_nope, Tensor q_rot, Tensor kv_b_weight, Tensor? cos, Tensor? sin, "
-    "bool interleaved, Tensor? after, Tensor? next_weight, str backend) -> Tensor",
+    "bool interleaved, Tensor? after, str backend) -> Tensor",
     _absorb_query,
     _absorb_query_fake,
 )

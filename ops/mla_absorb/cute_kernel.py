@@ -51,8 +51,6 @@ from glm_compile.ops._cute.stream import (
 )
 from glm_compile.ops.mla_absorb.config import (
     LINE,
-    NEXT_COLUMNS,
-    PREFETCHES_VALUES,
     QUERY_ROWS,
     has_early_dependents,
     query_tile,
@@ -76,10 +74,6 @@ class Variant:
         row_blocks: of 8 rows; 1 or 2.
         num_copied: P, values of each head to copy behind the product.
         rotation: how these are rotated: `interleaved` or `half split` pairs; None copies them.
-        prefetches: bring the head's W_UV into the L2 cache, for `project_values` of the layer.
-        num_next_columns: of each row of another weight to bring into the L2 cache.
-        first_next_column: the first one; negative for the last ones.
-        prefetches_early: do this before the kernels ahead have ended.
         use_pdl: ask for the matrix before the kernels ahead have ended.
         lets_in_early: let dependents in before the kernels ahead have ended.
     """
@@ -91,10 +85,6 @@ class Variant:
     row_blocks: int = 1
     num_copied: int = 0
     rotation: str | None = None
-    prefetches: bool = False
-    num_next_columns: int = 0
-    first_next_column: int = -1
-    prefetches_early: bool = False
     use_pdl: bool = True
     lets_in_early: bool = False
 
@@ -131,7 +121,6 @@ class MlaAbsorbKernel:
         cos: cute.Tensor | None,
         sin: cute.Tensor | None,
         weight: cute.Tensor,
-        next_weight: cute.Tensor | None,
         output: cute.Tensor,
         head_rows: Int32,
         skipped_rows: Int32,
@@ -148,19 +137,7 @@ class MlaAbsorbKernel:
         )
         num_heads = output.shape[1]
         num_blocks = (output.shape[0] + self.num_rows - 1) // self.num_rows
-        self.kernel(
-            atom,
-            coords,
-            x,
-            copied,
-            cos,
-            sin,
-            weight if cutlass.const_expr(v.prefetches) else None,
-            next_weight,
-            output,
-            head_rows,
-            skipped_rows,
-        ).launch(
+        self.kernel(atom, coords, x, copied, cos, sin, output, head_rows, skipped_rows).launch(
             grid=(v.num_features // v.tile, num_heads, num_blocks),
             block=(self.num_threads, 1, 1),
             stream=stream,
@@ -176,8 +153,6 @@ class MlaAbsorbKernel:
         copied: cute.Tensor | None,
         cos: cute.Tensor | None,
         sin: cute.Tensor | None,
-        weight: cute.Tensor | None,
-        next_weight: cute.Tensor | None,
         output: cute.Tensor,
         head_rows: Int32,
         skipped_rows: Int32,
@@ -228,8 +203,6 @@ class MlaAbsorbKernel:
             )
             cute.copy(atom, source, to[None, warp * self.num_boxes + box], tma_bar_ptr=is_full)
 
-        if cutlass.const_expr(v.prefetches_early):
-            self._prefetch((weight, next_weight), output, head, block, row_block, head_rows)
         # Everything below may come from the kernel ahead.
         if cutlass.const_expr(v.lets_in_early):
             cute.arch.griddepcontrol_launch_dependents()
@@ -249,9 +222,6 @@ class MlaAbsorbKernel:
 
         part = shared_address(boxes.iterator) + warp * self.part_bytes
         cute.arch.mbarrier_wait(is_full, 0)
-        # Behind the matrix, which is waited for: the copies end long after this kernel has.
-        if cutlass.const_expr(not v.prefetches_early):
-            self._prefetch((weight, next_weight), output, head, block, row_block, head_rows)
         total = [
             [[Float32(0.0) for _ in range(4)] for _ in range(v.row_blocks)]
             for _ in range(v.tile // 16)
@@ -285,45 +255,6 @@ class MlaAbsorbKernel:
                     + Int64(first + feature)
                 )
                 _store_word(output.iterator.toint() + offset * 2, pack_bf16(sum0, sum1))
-
-    @cute.jit
-    def _prefetch(self, weights, output, head, block, row_block, head_rows) -> None:
-        """Bring this block's shares of what is read soon into the L2 cache."""
-        v = self.v
-        tid, _, _ = cute.arch.thread_idx()
-        if cutlass.const_expr(v.prefetches):
-            self._prefetch_values(weights[0], head, block, row_block, head_rows, tid)
-        if cutlass.const_expr(v.num_next_columns > 0):
-            self._prefetch_next(weights[1], head, block, row_block, output.shape[1], tid)
-
-    @cute.jit
-    def _prefetch_values(self, weight, head, block, row_block, head_rows, tid) -> None:
-        """Bring this block's share of the head's W_UV into the L2 cache, a row a thread."""
-        v = self.v
-        num_tiles = v.num_features // v.tile
-        num_values = head_rows - v.num_reduced
-        # Blocks of other rows have the same matrix.
-        row = tid * num_tiles + block + row_block * num_values
-        while row < num_values:
-            at = Int64(head * head_rows + v.num_reduced + row) * Int64(weight.stride[0])
-            _prefetch(weight.iterator.toint() + at * 2, v.num_features * 2)
-            row += num_tiles * self.num_threads
-
-    @cute.jit
-    def _prefetch_next(self, weight, head, block, row_block, num_heads, tid) -> None:
-        """Bring this block's share of the last columns of another weight into the L2 cache."""
-        v = self.v
-        num_tiles = v.num_features // v.tile
-        num_rows = Int32(weight.shape[0])
-        num_blocks = num_heads * num_tiles
-        row = tid * num_blocks + head * num_tiles + block + row_block * num_rows
-        while row < num_rows:
-            column = Int32(v.first_next_column)
-            if cutlass.const_expr(v.first_next_column < 0):
-                column = weight.shape[1] - v.num_next_columns
-            at = Int64(row) * Int64(weight.stride[0]) + Int64(column)
-            _prefetch(weight.iterator.toint() + at * 2, v.num_next_columns * 2)
-            row += num_blocks * self.num_threads
 
     @cute.jit
     def _row_offset(self, tensor, row, head) -> Int64:
@@ -521,14 +452,6 @@ def _load_half(address: Int64, is_wanted: Int32) -> Int32:
     )
 
 
-def _prefetch(address: Int64, num_bytes: int) -> None:
-    """Ask for global memory in the L2 cache; both multiples of 16."""
-    inline_ptx(
-        "cp.async.bulk.prefetch.L2.global [{$r0}], {$r1};",
-        read_only_args=[address, Int32(num_bytes)],
-    )
-
-
 def _join_halves(low: Int32, high: Int32) -> Int32:
     """The low halves of two words as one word."""
     return inline_ptx(
@@ -570,7 +493,6 @@ def compile_variant(variant: Variant, arch: str, options: str = "") -> Any:
         tensor(4, 2, 1, cute.sym_int64()) if v.num_copied else None,
         *((tensor(3, 2, 1, cute.sym_int64()) if v.rotation else None) for _ in range(2)),
         tensor(2, 16, 8, 1),
-        tensor(2, 16, 8, 1) if v.num_next_columns else None,
         tensor(3, 4, 2, 1),
         Int32(1),
         Int32(1),
@@ -591,7 +513,6 @@ def _run(
     kv_b_weight: torch.Tensor,
     output: torch.Tensor,
     variant: Variant,
-    next_weight: torch.Tensor | None = None,
 ) -> None:
     """Launch the kernel; `output` is [..., H, F + P]."""
     num_heads = x_BSHK.shape[2]
@@ -601,7 +522,6 @@ def _run(
         copied_BSHP,
         *tables,
         kv_b_weight,
-        next_weight,
         output.view(-1, *output.shape[-2:]),
         head_rows,
         0 if variant.is_transposed else head_rows - variant.num_features,
@@ -632,16 +552,11 @@ def absorb_query_cute(
     cos: torch.Tensor | None = None,
     sin: torch.Tensor | None = None,
     interleaved: bool = True,
-    next_weight: torch.Tensor | None = None,
     *,
     tile: int | None = None,
     lets_in_early: bool | None = None,
-    prefetches: bool = PREFETCHES_VALUES,
-    num_next_columns: int = NEXT_COLUMNS,
-    prefetches_early: bool = False,
-    first_next_column: int = -1,
 ) -> torch.Tensor:
-    """Launch the kernel; what is named overrides the choices of `config`."""
+    """Launch the kernel; `tile` and `lets_in_early` override the choices of `config`."""
     rank = kv_b_weight.shape[1]
     num_heads, num_nope = q_nope.shape[-2:]
     num_copied = q_rot.shape[-1]
@@ -661,33 +576,12 @@ def absorb_query_cute(
         row_blocks=_row_blocks(x_BSHN),
         num_copied=num_copied,
         rotation=rotation,
-        prefetches=prefetches,
-        prefetches_early=prefetches_early,
-        first_next_column=first_next_column,
-        num_next_columns=num_next_columns
-        if _can_prefetch(next_weight, max(first_next_column, 0) + num_next_columns)
-        else 0,
         lets_in_early=has_early_dependents(num_heads) if lets_in_early is None else lets_in_early,
     )
     copied = _with_batch(q_rot) if num_copied else None
     tables = (cos, sin) if rotation else (None, None)
-    if not variant.num_next_columns:
-        next_weight = None
-    _run(x_BSHN, copied, tables, kv_b_weight, output, variant, next_weight)
+    _run(x_BSHN, copied, tables, kv_b_weight, output, variant)
     return output
-
-
-def _can_prefetch(weight: torch.Tensor | None, num_columns: int) -> bool:
-    """Whether rows are so long, and start and end at multiples of 16 bytes."""
-    return (
-        weight is not None
-        and weight.dim() == 2
-        and weight.dtype == torch.bfloat16
-        and weight.stride(1) == 1
-        and weight.stride(0) % 8 == weight.shape[1] % 8 == 0
-        and weight.shape[1] >= num_columns
-        and weight.data_ptr() % 16 == 0
-    )
 
 
 def project_values_cute(

@@ -228,7 +228,7 @@ def test_opcheck():
         ops = torch.ops.glm
         tables = make_tables(q_rot[..., :4])
         for part, cos, sin in ((q_rot, None, None), (q_rot[..., :4], *tables)):
-            call = (q_nope, part, weight, cos, sin, True, o, weight, "")
+            call = (q_nope, part, weight, cos, sin, True, o, "")
             torch.library.opcheck(ops.mla_absorb_query.default, call)
         torch.library.opcheck(ops.mla_project_values.default, (o, weight, 11, ""))
 

@@ -183,46 +183,6 @@ def test_rows_do_not_depend_on_their_number_nor_on_the_run(sizes):
         assert all(torch.equal(part, of[rows]) for part, of in zip(both(rows), whole, strict=True))
 
 
-PREFETCHES = [
-    {"prefetches": True},
-    {"prefetches": True, "prefetches_early": True, "num_next_columns": 256},
-    {"num_next_columns": 64},
-]
-
-
-@pytest.mark.compile_only
-@pytest.mark.parametrize("arch", ["sm_90a", "sm_100a"])
-@pytest.mark.parametrize("prefetches", PREFETCHES)
-def test_prefetches_compile_where_they_are_meant(prefetches, arch, tmp_path):
-    pytest.importorskip("cutlass")
-    from glm_compile.ops.mla_absorb.cute_kernel import Variant, compile_variant
-    from tests.compile_only import compile_cute
-
-    variant = Variant(192, 512, 128, True, 1, 64, "interleaved", **prefetches)
-    compiled = compile_cute(lambda more: compile_variant(variant, arch, more), arch, tmp_path)
-    assert compiled.stack_bytes == 0
-    is_both = variant.prefetches and variant.num_next_columns > 0
-    assert compiled.ptx.count("cp.async.bulk.prefetch.L2") == 1 + is_both
-    first = compiled.ptx.index("cp.async.bulk.prefetch.L2")
-    assert (first < compiled.ptx.index("griddepcontrol.wait")) == variant.prefetches_early
-
-
-@pytest.mark.gpu
-@pytest.mark.parametrize("prefetches", PREFETCHES)
-@pytest.mark.parametrize("rows", [(6,), (2, 5), (33,)])
-@pytest.mark.parametrize("sizes", [RELEASE, SIZES[4]])
-def test_prefetches_change_nothing(sizes, rows, prefetches):
-    from glm_compile.ops.mla_absorb.cute_kernel import absorb_query_cute
-
-    q_nope, q_rot, _, weight = make_inputs(rows, sizes, device="cuda")
-    next_weight = torch.randn(100, 1024, device="cuda").bfloat16()
-    expected = absorb_query_cute(q_nope, q_rot, weight)
-    options = dict(prefetches)
-    for other in (next_weight, next_weight[:, 8:], None):
-        found = absorb_query_cute(q_nope, q_rot, weight, next_weight=other, **options)
-        assert torch.equal(found, expected)
-
-
 @pytest.mark.gpu
 def test_nan_stays_in_its_row_and_head():
     q_nope, q_rot, o, weight = make_inputs((6,), RELEASE, device="cuda")
