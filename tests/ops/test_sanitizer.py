@@ -176,12 +176,24 @@ for tokens, sizes, ids in ((1, (3, 64, 24, 2), "topk"), (7, (5, 520, 40, 8), "an
     "mla_absorb": Script(
         "MlaAbsorbKernel",
         """
-from tests.ops.test_mla_absorb import check_outputs, make_inputs, run
+from tests.ops.test_mla_absorb import check_outputs, check_rotation, make_inputs, run
 
 for rows, sizes in (((1,), (3, 32, 6, 64, 48)), ((2, 5), (8, 192, 64, 512, 256))):
     inputs = make_inputs(rows, sizes)
-    outputs = run([part.cuda() for part in inputs], "cute")
-    check_outputs([output.cpu() for output in outputs], inputs)
+    parts = [part.cuda() for part in inputs]
+    check_outputs([output.cpu() for output in run(parts, "cute")], inputs)
+    check_rotation(parts, "cute")
+""",
+    ),
+    "latent_write": Script(
+        "latent_write",
+        """
+from tests.ops.test_latent_write import LENGTHS, check_rows, make_inputs, store
+
+for sizes, lengths in (({}, LENGTHS[0]), ({"L": 130, "P": 6, "gap": 2}, LENGTHS[2])):
+    inputs = make_inputs(**sizes)
+    before, after = store("cuda", inputs, lengths, True, "triton")
+    check_rows(after, before, inputs, lengths, True)
 """,
     ),
     "sparse_mla_decode": Script(
@@ -218,7 +230,7 @@ for kind in KINDS:
         "indexer_prologue",
         """
 import torch
-from glm_compile.ops.indexer_prologue import indexer_prologue_fp8
+from glm_compile.ops.indexer_prologue import Latents, indexer_prologue_fp8
 from glm_compile.ops.paged_cache import PAGE_SIZE
 
 def run(backend):
@@ -228,13 +240,17 @@ def run(backend):
     cos, sin = torch.rand(2, 3, 64).bfloat16().cuda(), torch.rand(2, 3, 64).bfloat16().cuda()
     norm = torch.ones(128).bfloat16().cuda(), torch.zeros(128).bfloat16().cuda()
     pages = torch.zeros(4, PAGE_SIZE * 132, dtype=torch.uint8, device="cuda")
+    latents, ropes = torch.randn(2, 3, 576).bfloat16().cuda().split([512, 64], -1)
+    weight = torch.ones(512).bfloat16().cuda()
+    latent_pages = torch.zeros(4, PAGE_SIZE, 576).bfloat16().cuda()
+    latents = Latents(latents, ropes, weight, 1e-6, True, latent_pages)
     table = torch.tensor([[2, 0], [1, -1]], dtype=torch.int32, device="cuda")
     lengths = torch.tensor([62, 63], dtype=torch.int32, device="cuda")
     keywords = {"gate_scale": 0.2, "key_pages": pages, "block_table": table, "lengths_B": lengths}
     q, weights = indexer_prologue_fp8(
-        q, k, gates, *norm, 1e-6, cos, sin, backend=backend, **keywords
+        q, k, gates, *norm, 1e-6, cos, sin, latents=latents, backend=backend, **keywords
     )
-    return q.view(torch.uint8), weights, pages
+    return q.view(torch.uint8), weights, pages, latent_pages
 
 for got, want in zip(run("triton"), run("reference")):
     assert got.shape == want.shape and (got != want).float().mean() < 0.01
