@@ -181,11 +181,11 @@ class MtpSteps:
                 row_B=row_B,
                 position_embeddings=embeddings,
             )
-            logits_B1V = mtp.compute_logits(hidden_B1C)
-            if not is_index_shared:
-                return hidden_B1C, logits_B1V
-            seed = mtp.gather_seed(topk_BSK, cache, cache.lengths, row_B)
-            return hidden_B1C, logits_B1V, *seed, *draft_embeddings
+            seed: tuple[torch.Tensor, ...] = ()
+            if is_index_shared:
+                # Ahead of the head, whose weights stream in meanwhile.
+                seed = mtp.gather_seed(topk_BSK, cache, cache.lengths, row_B)
+            return hidden_B1C, mtp.compute_logits(hidden_B1C), *seed, *draft_embeddings
 
         # Two functions, so that neither counts as a recompilation of the other.
         def extend(

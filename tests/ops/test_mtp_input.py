@@ -112,3 +112,6 @@ def test_kernel_compiles(arch: str) -> None:
     )
     assert compiled.stack_bytes == 0
     assert "griddepcontrol.wait" in compiled.ptx
+    # A norm's weight, and a token's embedding or a hidden state: 16 bytes a load.
+    assert compiled.ptx.count("ld.global.v4.b32") == 2 * 4
+    assert "ld.global.b16" not in compiled.ptx and "st.global.b16" not in compiled.ptx
