@@ -192,10 +192,13 @@ def _is_addition(node: fx.Node) -> bool:
         return False
     if not all(isinstance(a, fx.Node) for a in args(node)):
         return False
-    shapes = [layouts.shape_of(a) for a in (*args(node), node)]
-    return all(
-        len(shape) == len(shapes[0]) and all(map(is_same, shape, shapes[0])) for shape in shapes
-    ) and all(layouts.dtype_of(a) == torch.bfloat16 for a in args(node))
+    return all(_is_alike(a, node) and layouts.dtype_of(a) == torch.bfloat16 for a in args(node))
+
+
+def _is_alike(node: fx.Node, other: fx.Node) -> bool:
+    """Whether two values have one shape."""
+    shape, other_shape = layouts.shape_of(node), layouts.shape_of(other)
+    return len(shape) == len(other_shape) and all(map(is_same, shape, other_shape))
 
 
 def _swiglu_input(hidden: fx.Node) -> fx.Node:
@@ -252,12 +255,12 @@ def _silu_input(node: Any) -> fx.Node | None:
 
 
 def _residual_of(total: fx.Node) -> tuple[fx.Node, fx.Node] | None:
-    """(the addition behind a sum, what it adds), if the sum is read by that alone."""
+    """(the addition behind a sum, what it adds), if that alone reads the sum, in its own shape."""
     try:
         reader = _reader(total)
     except No:
         return None
-    if not _is_addition(reader):
+    if not _is_addition(reader) or not _is_alike(reader, total):
         return None
     others = [a for a in args(reader) if _reshaped(a) is not total]
     return (reader, others[0]) if len(others) == 1 else None

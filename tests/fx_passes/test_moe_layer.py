@@ -135,6 +135,14 @@ class WideResidual(Layer):
         return (hidden[:, :1] + self.mlp(self.norm(hidden))).float() + hidden.float()
 
 
+class FlatResidual(Layer):
+    """The sum goes on in another shape."""
+
+    def forward(self, hidden: torch.Tensor) -> torch.Tensor:
+        output = self.mlp(self.norm(hidden))
+        return hidden.reshape(-1, 8, 8) + output.reshape(-1, 8, 8)
+
+
 class ReadsNormed(Layer):
     """The normed value is read elsewhere, too."""
 
@@ -161,7 +169,7 @@ def test_a_norm_is_optional(kind: type[Layer], level: str) -> None:
     assert call.args[-4:-2] == (None, 0.0)
 
 
-@pytest.mark.parametrize("kind", [ReadsSum, WideResidual])
+@pytest.mark.parametrize("kind", [ReadsSum, WideResidual, FlatResidual])
 def test_other_additions_stay(kind: type[Layer]) -> None:
     captured = run(kind(in_dtype(Model(), BF16)))
     assert result_of(captured) == (1, [])
