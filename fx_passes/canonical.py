@@ -473,6 +473,8 @@ def rms_norm(node: Any) -> RmsNorm | None:
                 eps is not None
                 and dtype_of(x_fp32) == torch.float32
                 and dtypes == (dtype_of(node),) * 3
+                # One element would be broadcast.
+                and is_same(shape_of(weight)[0], shape_of(x)[-1])
             ):
                 return RmsNorm(node, x, weight, eps)
     return None

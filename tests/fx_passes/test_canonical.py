@@ -268,15 +268,24 @@ def test_an_unbiased_variance_is_no_layer_norm(level: str) -> None:
         canonical.layer_norm(out)
 
 
+def rms_norm(x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
+    y = x.float()
+    return w * (y * torch.rsqrt(y.pow(2).mean(-1, keepdim=True) + 1e-6)).to(x.dtype)
+
+
 @pytest.mark.parametrize("level", LEVELS)
 def test_an_rms_norm_is_called_one(level: str) -> None:
-    def run(x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
-        y = x.float()
-        return w * (y * torch.rsqrt(y.pow(2).mean(-1, keepdim=True) + 1e-6)).to(x.dtype)
-
-    out, _ = graph(run, torch.randn(2, 8).bfloat16(), torch.randn(8).bfloat16(), level=level)
+    out, _ = graph(rms_norm, torch.randn(2, 8).bfloat16(), torch.randn(8).bfloat16(), level=level)
     with pytest.raises(No, match="k_norm is an RMSNorm"):
         canonical.layer_norm(out, "k_norm")
+
+
+@pytest.mark.parametrize(("size", "is_found"), [(8, True), (1, False)])
+@pytest.mark.parametrize("level", LEVELS)
+def test_an_rms_norm_has_a_weight_for_each_element(level: str, size: int, is_found: bool) -> None:
+    x, weight = torch.randn(2, 8).bfloat16(), torch.randn(size).bfloat16()
+    out, _ = graph(rms_norm, x, weight, level=level)
+    assert (canonical.rms_norm(out) is not None) == is_found
 
 
 # Slices
