@@ -257,13 +257,14 @@ class GlmMoeDsaMtp(nn.Module):
             self._model.model.embed_tokens if self.embed_tokens is None else self.embed_tokens
         )
         enorm, hnorm = self.enorm, self.hnorm
-        dtypes = {embedding.weight.dtype, enorm.weight.dtype, hnorm.weight.dtype, hidden_BSC.dtype}
+        is_untouched = _is_untouched(embedding, nn.Embedding) and all(
+            _is_untouched(norm, modeling.GlmMoeDsaRMSNorm) for norm in (enorm, hnorm)
+        )
         if (
-            len(dtypes) == 1
-            and enorm.variance_epsilon == hnorm.variance_epsilon
+            is_untouched
             and embedding.max_norm is None
-            and _is_untouched(embedding, nn.Embedding)
-            and all(_is_untouched(norm, modeling.GlmMoeDsaRMSNorm) for norm in (enorm, hnorm))
+            and enorm.variance_epsilon == hnorm.variance_epsilon
+            and {module.weight.dtype for module in (embedding, enorm, hnorm)} == {hidden_BSC.dtype}
         ):
             return mtp_input(
                 ids_BS,

@@ -203,9 +203,8 @@ class Iteration:
         """Propose tokens behind the bonus token; the first comes from draft-extend's logits.
 
         Args:
-            seed: for steps with a shared index latents [B,K,X], the rows that count [B,K], and the
-                steps'
-                cosines and sines [B,X,P].
+            seed: for steps with a shared index: latents [B,K,X], the rows that count [B,K], and the
+                steps' cosines and sines [B,X,P].
             num_proposed: how many; None: k.
         """
         assert self.mtp is not None

@@ -106,12 +106,10 @@ def can_write_to_host(device: torch.device, width: int) -> bool:
 def _why_not_triton(predicted_BS: torch.Tensor, *rest: torch.Tensor | None) -> str | None:
     if predicted_BS.shape[1] > _MAX_TRITON_ROWS:
         return f"a block has more than {_MAX_TRITON_ROWS} rows: {predicted_BS.shape[1]}"
-    others = (
-        tensor
-        for tensor in rest
-        if tensor is not None and not (tensor.device.type == "cpu" and tensor.is_pinned())
-    )
-    return _dispatch.why_no_triton(predicted_BS, *others)
+    *others, results_NBR, turns_B, lengths_B = rest
+    if results_NBR is not None and results_NBR.device.type == "cpu" and results_NBR.is_pinned():
+        results_NBR = None
+    return _dispatch.why_no_triton(predicted_BS, *others, results_NBR, turns_B, lengths_B)
 
 
 def _run_triton(*arguments: torch.Tensor) -> None:

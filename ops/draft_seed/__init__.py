@@ -42,8 +42,8 @@ def draft_seed(
         topk_BSK: int32 or int64 positions, any strides.
         block_table_BP: int32 or int64.
         lengths_B: int32 or int64, tokens that count.
-        row_B: int64: the selection is that of this row of the block, whose tokens up to this one
-            count as well. None: of row 0, and none does.
+        row_B: int32 or int64: the selection is that of this row of the block, whose tokens up to
+            it count as well. None: of row 0, and none does.
         backend: `reference` or `triton` to force one; None takes the first that can.
 
     Returns:
@@ -69,6 +69,7 @@ def draft_seed(
         ("positions", topk_BSK),
         ("the table", block_table_BP),
         ("lengths", lengths_B),
+        ("rows", lengths_B if row_B is None else row_B),
     ):
         if tensor.dtype not in INDEX_DTYPES:
             raise ValueError(f"draft_seed: {name} must be int32 or int64, got {tensor.dtype}")

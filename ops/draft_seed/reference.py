@@ -22,10 +22,13 @@ def draft_seed_reference(
     num_places = topk_BSK.shape[2]
     topk_BK = topk_BSK[:, 0]
     if row_B is not None:
-        topk_BK = topk_BSK.gather(1, row_B[:, None, None].expand(-1, 1, num_places))[:, 0]
+        index_B1K = row_B.long()[:, None, None].expand(-1, 1, num_places)
+        topk_BK = topk_BSK.gather(1, index_B1K)[:, 0]
         lengths_B = lengths_B + row_B + 1
     before_BK = torch.cat([torch.full_like(topk_BK[:, :1], -1), topk_BK[:, :-1]], dim=1)
     num_columns = block_table_BP.shape[1]
+    if not num_columns:
+        block_table_BP = block_table_BP.new_zeros(len(block_table_BP), 1)
     counts_BK = (topk_BK >= 0) & (topk_BK < lengths_B[:, None]) & (topk_BK != before_BK)
     counts_BK &= topk_BK < num_columns * PAGE_SIZE
     positions_BK = torch.where(counts_BK, topk_BK, 0).long()

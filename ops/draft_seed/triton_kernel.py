@@ -72,7 +72,7 @@ def draft_seed_kernel(
         gdc_launch_dependents()
     length = tl.load(lengths + sequence).to(tl.int64)
     if HAS_ROW:
-        chosen = tl.load(row + sequence)
+        chosen = tl.load(row + sequence).to(tl.int64)
         topk += chosen * stride_ts
         length += chosen + 1
     if tl.program_id(0) == tl.num_programs(0) - 1:
@@ -133,7 +133,7 @@ def draft_seed_triton(
         block_table_BP.shape[1],
         pages.shape[0],
         lengths_B.contiguous(),
-        lengths_B if row_B is None else row_B,
+        lengths_B if row_B is None else row_B.contiguous(),
         out_BKX,
         rows_BK,
         K=num_places,

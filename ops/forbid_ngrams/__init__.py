@@ -59,6 +59,9 @@ def forbid_ngrams(
             f"[B], got {tuple(scores_BSV.shape)}, {tuple(ngrams_BNG.shape)}, "
             f"{tuple(text_BW.shape)} and {tuple(starts_B.shape)}"
         )
+    for name, tensor in (("n-grams", ngrams_BNG), ("text", text_BW), ("starts", starts_B)):
+        if tensor.dtype != torch.int64:
+            raise ValueError(f"forbid_ngrams: {name} must be int64, got {tensor.dtype}")
     if scores_BSV.dtype != torch.float32 or ngrams_BNG.shape[2] < 1:
         raise ValueError(
             "forbid_ngrams: expected scores in float32 and n-grams of a token or more, got "

@@ -75,7 +75,7 @@ def forbid_ngrams_triton(
         num_ngrams,
         text_BW,
         text_BW.stride(0),
-        starts_B,
+        starts_B.contiguous(),
         num_drafts,
         num_rows,
         vocab_size,

@@ -199,6 +199,27 @@ class TestNumbers:
         pages[topk[0, 0, 0]] += 1
         assert not torch.equal(draft(), before)
 
+    def test_modules_that_were_replaced_are_called(self):
+        """A norm of another class, a hook: what they do is what counts."""
+        model = tiny_model()
+        mtp = random_mtp(model)
+        ids, hidden = torch.randint(0, 500, (1, 9)), torch.randn(1, 9, model.config.hidden_size)
+
+        def joined():
+            return mtp._join(ids, hidden)
+
+        before = joined()
+        norm = torch.nn.RMSNorm(model.config.hidden_size, eps=mtp.enorm.variance_epsilon)
+        norm.weight.data = mtp.enorm.weight.data
+        mtp.enorm = norm
+        torch.testing.assert_close(joined(), before)
+        hook = model.model.embed_tokens.register_forward_hook(lambda *call: call[-1] * 0)
+        width = model.config.hidden_size
+        assert (joined()[..., :width] == 0).all()
+        torch.testing.assert_close(joined()[..., width:], before[..., width:])
+        hook.remove()
+        torch.testing.assert_close(joined(), before)
+
     def test_padding_of_a_short_seed_adds_nothing(self):
         model = tiny_model()
         mtp = random_mtp(model)

@@ -91,8 +91,9 @@ def test_any_number_of_places(backend: str, num_tokens: int) -> None:
     check(call, backend)
     # The selection of one row of a block, as the MTP layer hands it over.
     topk_BSK = torch.cat([call["topk_BSK"] + n for n in (-1, 0, 3)], dim=1).long()
-    row_B = torch.tensor([2, 0, 1])
-    check(call | {"topk_BSK": topk_BSK, "row_B": row_B}, backend)
+    row_B = torch.tensor([[2, 0, 1], [0, 1, 2]]).T[:, 0]
+    for dtype in (torch.int64, torch.int32):
+        check(call | {"topk_BSK": topk_BSK, "row_B": row_B.to(dtype)}, backend)
 
 
 def test_no_page_is_read_for_what_does_not_count() -> None:
@@ -113,10 +114,17 @@ def test_what_it_refuses() -> None:
     for wrong, message in (
         ({"pages": call["pages"][:, :32]}, r"pages must be \[pages, 64, X\]"),
         ({"lengths_B": call["lengths_B"][:2]}, "lengths"),
+        ({"row_B": torch.zeros(len(SELECTIONS))}, "rows must be int32 or int64"),
         ({"topk_BSK": call["topk_BSK"].float()}, "positions must be int32 or int64"),
     ):
         with pytest.raises(ValueError, match=f"draft_seed: .*{message}"):
             draft_seed(**call | wrong)
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_a_table_without_pages(backend: str) -> None:
+    call = make_call(17)
+    check(call | {"block_table_BP": call["block_table_BP"][:, :0]}, backend)
 
 
 @pytest.mark.gpu

@@ -61,6 +61,8 @@ def check(call: dict[str, Any], backend: str | None, device: str = "cpu") -> Non
     moved = {n: t.to(device) if isinstance(t, torch.Tensor) else t for n, t in call.items()}
     if call["is_text"]:
         moved["ngrams_BNG"] = moved["text_BW"].unfold(1, call["ngrams_BNG"].shape[2], 1)
+    # Any strides.
+    moved["starts_B"] = torch.stack([moved["starts_B"], moved["starts_B"] * 0], dim=1)[:, 0]
     before = moved["scores_BSV"].clone()
     got = forbid_ngrams(**moved, backend=backend)
     assert torch.equal(got.cpu(), by_hand(call)) and got.is_contiguous()
@@ -89,6 +91,7 @@ def test_what_it_refuses() -> None:
     call = make_call(2, False)
     for wrong, message in (
         ({"scores_BSV": call["scores_BSV"].double()}, "scores in float32"),
+        ({"starts_B": call["starts_B"].int()}, "starts must be int64"),
         ({"starts_B": call["starts_B"][:2]}, r"expected scores \[B, S, V\]"),
         ({"ngrams_BNG": call["ngrams_BNG"][..., :0]}, "n-grams of a token or more"),
     ):
