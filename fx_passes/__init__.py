@@ -10,6 +10,10 @@ if __name__ != "glm_compile.fx_passes":
 
 from glm_compile.fx_passes.base import GraphPass, PassOptions
 
+# Passes without a key in reports and options, as they go on from what others have matched, and the
+# key of those others: they are disabled with them, and note under it what they decline.
+PARTS = {"moe_layer": "moe_experts"}
+
 
 def make_passes(options: PassOptions) -> tuple[GraphPass, ...]:
     """Return the passes of an ATen graph for these options, in order.
@@ -24,7 +28,7 @@ def make_passes(options: PassOptions) -> tuple[GraphPass, ...]:
     from glm_compile.fx_passes.rms_norm_linear import RmsNormLinear
     from glm_compile.fx_passes.sparse_mla import SparseMla
 
-    # Each is correct alone, so any may be disabled: indexer_topk turns the scores into ops,
+    # Each is correct alone, so any key may be disabled: indexer_topk turns the scores into ops,
     # indexer_prologue looks for those ops' producers, sparse_mla leaves kv_b no linear of its own,
     # merge_linears takes what shares an input, bf16_linear what is left, moe_layer what both made
     # of an MoE layer, rms_norm_linear the norms before either.
@@ -37,4 +41,4 @@ def make_passes(options: PassOptions) -> tuple[GraphPass, ...]:
         MoeLayer(options),
         RmsNormLinear(options),
     )
-    return tuple(p for p in passes if p.name not in options.disable)
+    return tuple(p for p in passes if PARTS.get(p.name, p.name) not in options.disable)

@@ -499,30 +499,63 @@ def _mean_of_squares_of(inverse: fx.Node, x: fx.Node) -> float | None:
     return None
 
 
+def in_order(node: Any) -> Any:
+    """What lies under views that keep the elements in order."""
+    while is_call(node, *RESHAPES):
+        node = args(node)[0]
+    return node
+
+
 def swiglu(node: Any) -> tuple[fx.Node, fx.Node] | None:
-    """(gate, up) of silu(gate) * up, all of one dtype that silu is rounded to, or None."""
+    """(gate, up) of silu(gate) * up, below views that keep the order of their elements, or None.
+
+    All are of one dtype, to which silu is rounded, and nothing is broadcast.
+    """
     for activated, up in pair(node, aten.mul.Tensor):
         gate = _silu_input(activated)
         if gate is None or not isinstance(up, fx.Node):
             continue
-        if dtype_of(gate) == dtype_of(activated) == dtype_of(up) == dtype_of(node):
-            return gate, up
+        dtypes = {dtype_of(part) for part in (gate, activated, up, node)}
+        shapes = [shape_of(part) for part in (activated, up, node)]
+        is_alike = all(
+            len(shape) == len(shapes[-1]) and all(map(is_same, shape, shapes[-1]))
+            for shape in shapes[:-1]
+        )
+        if len(dtypes) == 1 and is_alike:
+            return gate, in_order(up)
     return None
 
 
 def _silu_input(node: Any) -> fx.Node | None:
-    """The x of silu(x), or of x / (exp(-x) + 1), perhaps between casts; or None."""
+    """The x of silu(x), or in fp32 of x / (exp(-x) + 1) or x * sigmoid(x); or None."""
+    node = in_order(node)
     if is_call(node, aten.silu.default):
-        return args(node)[0]
-    quotient = args(node)[0] if is_cast(node) else node
-    if not is_call(quotient, aten.div.Tensor):
+        return in_order(args(node)[0])
+    wide = in_order(args(node)[0]) if is_cast(node) else node
+    x = _quotient_input(wide) or _product_input(wide)
+    if x is None or dtype_of(x) != torch.float32:
         return None
-    x, divisor = args(quotient)[:2]
+    return in_order(args(x)[0] if is_cast(x) else x)
+
+
+def _quotient_input(node: Any) -> fx.Node | None:
+    """The x of x / (exp(-x) + 1)."""
+    if not is_call(node, aten.div.Tensor):
+        return None
+    x, divisor = args(node)[:2]
     for exponential, one in pair(divisor, aten.add.Tensor, aten.add.Scalar):
         if number(one) == 1 and is_call(exponential, aten.exp.default):
             negative = args(exponential)[0]
             if is_call(negative, aten.neg.default) and args(negative)[0] is x:
-                return args(x)[0] if is_cast(x) else x
+                return x
+    return None
+
+
+def _product_input(node: Any) -> fx.Node | None:
+    """The x of x * sigmoid(x)."""
+    for x, sigmoid in pair(node, aten.mul.Tensor):
+        if is_call(sigmoid, aten.sigmoid.default) and args(sigmoid)[0] is x:
+            return x
     return None
 
 

@@ -8,6 +8,8 @@ effect.
 from __future__ import annotations
 
 import contextlib
+import functools
+import math
 import operator
 from collections.abc import Iterable, Sequence
 from typing import Any
@@ -142,6 +144,7 @@ class Builder:
             (isinstance(s, int) and s == -1) or statically_known_true(s == c)
             for s, c in zip(sizes, current)
         ):
+            self._drop_sizes(shape)
             return node
         try:
             return self.call(aten.view.default, node, list(shape))
@@ -151,13 +154,36 @@ class Builder:
 
     def view_like(self, node: fx.Node, old: fx.Node) -> fx.Node:
         """`node` in the shape of `old`, with symbolic sizes that are read from `node`."""
-        shape, own = old.meta["val"].shape, node.meta["val"].shape
+        shape = old.meta["val"].shape
         symbolic = [d for d, size in enumerate(shape) if not isinstance(size, int)]
         sizes: list[Any] = list(shape)
+        # Of no elements -1 could be any size.
+        is_clear = len(symbolic) == 1 and not any(isinstance(s, int) and s == 0 for s in shape)
         for d in symbolic:
-            same = [o for o, size in enumerate(own) if statically_known_true(size == shape[d])]
-            sizes[d] = self.size(node, same[0]) if same and len(symbolic) > 1 else -1
+            sizes[d] = -1 if is_clear else self._size_like(node, shape[d])
         return self.view(node, sizes)
+
+    def _size_like(self, node: fx.Node, size: Any) -> Any:
+        """A size of `node`, or of adjacent dimensions of it as one, that is equal to `size`; -1
+        where there is none."""
+        own = node.meta["val"].shape
+        for length in range(1, len(own) + 1):
+            for first in range(len(own) - length + 1):
+                dims = range(first, first + length)
+                if statically_known_true(math.prod(own[d] for d in dims) == size):
+                    parts = [self.size(node, d) for d in dims]
+                    return functools.reduce(lambda a, b: self.call(operator.mul, a, b), parts)
+        return -1
+
+    def _drop_sizes(self, sizes: Iterable[Any]) -> None:
+        """Erase sizes that were made for a view that is not needed, and are read by nothing."""
+        for size in sizes:
+            is_own = isinstance(size, fx.Node) and size in self.made
+            if is_own and size.target in (aten.sym_size.int, operator.mul) and not size.users:
+                parts = size.args
+                self.graph.erase_node(size)
+                self.made.remove(size)
+                self._drop_sizes(parts)
 
 
 def fake_mode_of(nodes: Iterable[Any]) -> Any:

@@ -14,8 +14,9 @@ tokens the op would compute it by itself, where Inductor fuses it.
 
 For few tokens the op streams the shared expert's weights with those of the others. Only calls of
 bf16 that may have so few tokens are looked at; what else there is stays as those passes left it.
-They report what they matched whether or not this pass goes on from there, so it expects nothing;
-a call that it declines is noted with the reason, and works as before.
+They report what they matched whether or not this pass goes on from there, so it has no key of its
+own in reports and options: it is disabled with `moe_experts`, expects nothing, and notes what it
+declines, with the reason, under that key. Such a call works as before.
 
 Declines a shared expert that computes anything else (hooks, adapters, another activation), linears
 that the other passes did not take, and sums that are read from within.
@@ -33,7 +34,8 @@ from torch import fx
 
 from glm_compile.fx_passes import canonical, layouts
 from glm_compile.fx_passes.base import Declined, No, PassOptions, PassResult, where
-from glm_compile.fx_passes.editing import Builder, erase_dead, refresh
+from glm_compile.fx_passes.canonical import in_order
+from glm_compile.fx_passes.editing import Builder, erase_dead, is_pure, refresh
 from glm_compile.fx_passes.layouts import RESHAPES, args, describe, is_call, is_same
 from glm_compile.fx_passes.rotations import last_dim_slice
 from glm_compile.ops.moe.config import MAX_CUTE_TOKENS
@@ -104,16 +106,16 @@ def _may_be_few(experts: fx.Node) -> bool:
 
 def _match(experts: fx.Node) -> _Layer:
     x, weights, ids, gate_up, down = args(experts)[:5]
-    source = _reshaped(x)
+    source = in_order(x)
     router = _router_of(weights, ids)
-    if _reshaped(args(router)[0]) is not source:
+    if in_order(args(router)[0]) is not source:
         raise No("the router reads other tokens than the experts")
     total = _reader(experts)
     shared_down = total if is_call(total, glm.bf16_linear.default) else _other(total, experts)
     hidden, down_weight, bias, added, deterministic = args(shared_down)[:5]
     if bias is not None or (added is None) == (shared_down is total):
         raise No(f"{describe(shared_down)} adds something to its product")
-    if shared_down is total and _reshaped(added) is not experts:
+    if shared_down is total and in_order(added) is not experts:
         raise No(f"{describe(shared_down)} multiplies what the experts give")
     if deterministic:
         raise No("deterministic linears do not depend on the number of tokens")
@@ -121,10 +123,10 @@ def _match(experts: fx.Node) -> _Layer:
     x_of_shared, gates = args(merged)[:2]
     if len(gates) != 2 or not is_same(layouts.shape_of(gates[0])[0], layouts.shape_of(gates[1])[0]):
         raise No(f"gate and up are expected in {describe(merged)}, found {len(gates)} weights")
-    if _reshaped(x_of_shared) is not source:
+    if in_order(x_of_shared) is not source:
         raise No("the shared expert reads other tokens than the router")
     shared = (gates[0], gates[1], down_weight)
-    (routed,) = (a for a in total.all_input_nodes if _reshaped(a) is experts)
+    (routed,) = (a for a in total.all_input_nodes if in_order(a) is experts)
     last, kept = total, None
     if (found := _residual_of(total)) is not None:
         last, kept = found
@@ -135,17 +137,15 @@ def _match(experts: fx.Node) -> _Layer:
     return _Layer(x, norm, args(router)[1:6], (gate_up, down), shared, kept, routed, last)
 
 
-def _reshaped(node: fx.Node) -> fx.Node:
-    """The node under views that keep the elements in order."""
-    while is_call(node, *RESHAPES):
-        node = args(node)[0]
-    return node
+def _users(node: fx.Node) -> list[fx.Node]:
+    """Users, without those whose value nobody wants: sizes that a rewrite has left."""
+    return [user for user in node.users if user.users or not is_pure(user)]
 
 
 def _readers(node: fx.Node) -> set[fx.Node]:
     """Who reads a value, also through views."""
     found: set[fx.Node] = set()
-    for user in node.users:
+    for user in _users(node):
         found |= _readers(user) if is_call(user, *RESHAPES) else {user}
     return found
 
@@ -158,7 +158,7 @@ def _router_of(weights: fx.Node, ids: fx.Node) -> fx.Node:
         raise No(f"router weights are made by {describe(router)}: is moe_router disabled?")
     if (args(weights)[1], args(ids)[1]) != (0, 1):
         raise No("router weights and ids are swapped")
-    if len(weights.users) > 1 or len(ids.users) > 1:
+    if len(_users(weights)) > 1 or len(_users(ids)) > 1:
         raise No("the router's choice is read elsewhere, too")
     return router
 
@@ -166,9 +166,10 @@ def _router_of(weights: fx.Node, ids: fx.Node) -> fx.Node:
 def _reader(node: fx.Node) -> fx.Node:
     """Who reads a value, also through views: one."""
     while True:
-        if len(node.users) != 1:
-            raise No(f"{describe(node)} is read by {len(node.users)} nodes, expected one")
-        (user,) = node.users
+        users = _users(node)
+        if len(users) != 1:
+            raise No(f"{describe(node)} is read by {len(users)} nodes, expected one")
+        (user,) = users
         if not is_call(user, *RESHAPES):
             return user
         node = user
@@ -178,7 +179,7 @@ def _other(total: fx.Node, experts: fx.Node) -> fx.Node:
     """The linear that is added to the experts."""
     if not _is_addition(total):
         raise No(f"what the experts give is read by {describe(total)}, expected an addition")
-    others = [_reshaped(a) for a in args(total) if _reshaped(a) is not experts]
+    others = [in_order(a) for a in args(total) if in_order(a) is not experts]
     if len(others) != 1 or not is_call(others[0], glm.bf16_linear.default):
         raise No(f"a linear is expected beside the experts, found {describe(args(total)[1])}")
     if (reader := _reader(others[0])) is not total:
@@ -203,55 +204,17 @@ def _is_alike(node: fx.Node, other: fx.Node) -> bool:
 
 def _swiglu_input(hidden: fx.Node) -> fx.Node:
     """The merged linear of silu(first half) * second half."""
-    product = _reshaped(hidden)
-    if not is_call(product, aten.mul.Tensor):
+    product = in_order(hidden)
+    if (found := canonical.swiglu(product)) is None:
         raise No(f"silu(gate) * up is expected, found {describe(product)}")
-    factors = [_reshaped(a) if isinstance(a, fx.Node) else a for a in args(product)]
-    for activation, up in (factors, factors[::-1]):
-        gate = _silu_input(activation)
-        if gate is None or not isinstance(up, fx.Node):
-            continue
-        first, second = last_dim_slice(_reshaped(gate)), last_dim_slice(up)
-        merged, width = first.source, first.length
-        if not is_call(merged, glm.merged_linear.default) or second.source is not merged:
-            raise No("gate and up are not one linear: is merge_linears disabled?")
-        is_halves = (first.start, first.step) == (0, 1) and (second.start, second.step) == (
-            width,
-            1,
-        )
-        if not is_halves or layouts.shape_of(merged)[-1] != 2 * width:
-            raise No("silu is expected of the gate, the first half")
-        return merged
-    raise No(f"silu(gate) * up is expected, found {describe(product)} of {factors}")
-
-
-def _silu_input(node: Any) -> fx.Node | None:
-    """x of silu(x): one node, or x / (1 + exp(-x)) or x * sigmoid(x) in fp32."""
-    if is_call(node, aten.silu.default):
-        source: fx.Node = args(node)[0]
-        return source
-    if not isinstance(node, fx.Node):
-        return None
-    wide = canonical.peel(node, casts=True).source
-    x: Any = None
-    if is_call(wide, aten.div.Tensor):
-        x, divisor = args(wide)[:2]
-        if not is_call(divisor, aten.add.Tensor) or canonical.number(args(divisor)[1]) != 1:
-            return None
-        power = args(divisor)[0]
-        if not is_call(power, aten.exp.default) or not is_call(args(power)[0], aten.neg.default):
-            return None
-        if args(args(power)[0])[0] is not x:
-            return None
-    elif is_call(wide, aten.mul.Tensor):
-        x, other = args(wide)[:2]
-        if is_call(x, aten.sigmoid.default):
-            x, other = other, x
-        if not is_call(other, aten.sigmoid.default) or args(other)[0] is not x:
-            return None
-    if not isinstance(x, fx.Node):
-        return None
-    return canonical.peel(x, casts=True).source
+    gate, up = (last_dim_slice(part) for part in found)
+    merged, width = gate.source, gate.length
+    if not is_call(merged, glm.merged_linear.default) or up.source is not merged:
+        raise No("gate and up are not one linear: is merge_linears disabled?")
+    is_halves = (gate.start, gate.step, up.start, up.step) == (0, 1, width, 1)
+    if not is_halves or layouts.shape_of(merged)[-1] != 2 * width:
+        raise No("silu is expected of the gate, the first half")
+    return merged
 
 
 def _residual_of(total: fx.Node) -> tuple[fx.Node, fx.Node] | None:
@@ -262,7 +225,7 @@ def _residual_of(total: fx.Node) -> tuple[fx.Node, fx.Node] | None:
         return None
     if not _is_addition(reader) or not _is_alike(reader, total):
         return None
-    others = [a for a in args(reader) if _reshaped(a) is not total]
+    others = [a for a in args(reader) if in_order(a) is not total]
     return (reader, others[0]) if len(others) == 1 else None
 
 

@@ -15,11 +15,13 @@ read by nothing else, that becomes part of it too (`has_swiglu`): between o_proj
 layer's attention a dense layer is then three kernels, each of which reads its weights while the one
 ahead ends. fp32 models have no candidates, as the op is for bf16.
 
-Declines norms of a linear's output that something else than bf16 linears reads. Other norms with
-such a reader (before a router; the last one, whose output is the model's) are no candidates; where
-one reads what an op or another graph left in memory, it becomes `glm.rms_norm`, which no count
-expects: one launch as before, but the next one may start early. Norms behind other nodes stay with
-the inner compiler, which makes them one with the addition before them.
+Declines norms that something else than bf16 linears reads, and says of what gates and ups make
+where that stays apart. Norms that the model itself has read by others (a router's or the experts'
+op; the last one, whose output is the model's) are no candidates, unless a linear's output is
+normed. A norm that is left and reads what an op or another graph left in memory becomes
+`glm.rms_norm`, which no count expects: one launch as before, but the next one may start early.
+Norms behind other nodes stay with the inner compiler, which makes them one with the addition before
+them.
 
 Shape legend: M rows, K in features, N out features, I = N / 2 gates.
 """
@@ -27,6 +29,7 @@ Shape legend: M rows, K in features, N out features, I = N / 2 gates.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import fx
@@ -77,7 +80,7 @@ class RmsNormLinear:
         for norm, readers in norms.values():
             place = where(norm.node)
             if (other := _other_user(norm.node, {reader.node for reader in readers})) is not None:
-                if _is_of_linear(norm.x):
+                if _is_of_linear(norm.x) or not _is_the_models(other):
                     reason = f"the normed value is also read by {describe(other)}"
                     result.declined.append(Declined(place, f"{reason}, not a bf16 linear"))
                 continue
@@ -86,8 +89,15 @@ class RmsNormLinear:
             result.matched.append(place)
             result.num_matches += 1
         for node in list(graph.nodes):
-            if (call := _gated_product(node)) is not None:
-                self._take_swiglu(graph, call, node)
+            if (call := _halves_of(node)) is None:
+                continue
+            try:
+                _check_gated_product(node, call)
+            except No as no:
+                reason = f"what gates and ups make stays apart: {no}"
+                result.declined.append(Declined(where(node), reason))
+                continue
+            self._take_swiglu(graph, call, node)
         has_left = [self._take_norm(graph, node) for node in list(graph.nodes)]
         if result.num_matches or any(has_left):
             graph_module.recompile()
@@ -148,42 +158,91 @@ def _reader(node: fx.Node) -> Reader | None:
     return Reader(node, found.x, [found.weight], found.bias)
 
 
-def _gated_product(node: fx.Node) -> fx.Node | None:
-    """The glm.rms_norm_linear whose gates and ups this product of silu(gate) and up reads alone."""
+def _halves_of(node: fx.Node) -> fx.Node | None:
+    """The glm.rms_norm_linear with one half of whose features this product multiplies the other.
+
+    Either may have gone through more, as gates do, but nothing else may have come in.
+    """
+    if not layouts.is_call(node, torch.ops.aten.mul.Tensor):
+        return None
+    parts = [_slices_behind(part) for part in layouts.args(node)[:2]]
+    if any(len(part) != 1 for part in parts):
+        return None
+    first, second = sorted((part.pop() for part in parts), key=lambda part: part.start)
+    call, length = first.source, first.length
+    is_halves = (first.start, second.start, second.length) == (0, length, length)
+    is_all = layouts.is_same(layouts.shape_of(call)[-1], 2 * length)
+    is_one = second.source is call and first.step == second.step == 1
+    return call if is_one and is_halves and is_all else None
+
+
+# Of a gate's activation, in whatever spelling.
+_MOST_NODES = 24
+
+
+def _slices_behind(node: Any) -> set[rotations.Slice]:
+    """Slices of a glm.rms_norm_linear that a value is made of; none if of anything else, too."""
+    front, seen, found = [node], set(), set()
+    while front:
+        node = front.pop()
+        if not isinstance(node, fx.Node) or node.op != "call_function" or len(seen) > _MOST_NODES:
+            return set()
+        if node in seen or layouts.is_call(node, *_MADE_OF_NUMBERS):
+            continue
+        seen.add(node)
+        if not isinstance(node.meta.get("val"), torch.Tensor) or not layouts.shape_of(node):
+            return set()
+        try:
+            part = rotations.last_dim_slice(node)
+        except No:
+            return set()
+        if _is_open(part.source):
+            found.add(part)
+        else:
+            front.extend(part.source.all_input_nodes or [None])
+    return found
+
+
+# Constants that decompositions of activations make.
+_MADE_OF_NUMBERS = (torch.ops.aten.full.default, torch.ops.aten.scalar_tensor.default)
+
+
+def _is_open(node: fx.Node) -> bool:
+    """Whether a node is the op, without a SwiGLU behind yet."""
+    return layouts.is_call(node, glm.rms_norm_linear.default) and len(layouts.args(node)) == 7
+
+
+def _check_gated_product(node: fx.Node, call: fx.Node) -> None:
+    """Raise No unless a product of a call's halves is silu(gate) * up and all that reads them."""
     found = canonical.swiglu(node)
     if found is None:
-        return None
-    try:
-        gate, up = (rotations.last_dim_slice(canonical.peel(part).source) for part in found)
-    except No:
-        return None
-    call = gate.source
-    if not layouts.is_call(call, glm.rms_norm_linear.default) or up.source is not call:
-        return None
-    num_gates, is_plain = gate.length, len(layouts.args(call)) == 7
-    is_halves = (gate.start, up.start, up.length) == (0, num_gates, num_gates)
-    is_all = layouts.is_same(layouts.shape_of(call)[-1], 2 * num_gates)
-    if not (is_plain and is_halves and is_all and gate.step == up.step == 1):
-        return None
-    if layouts.args(call)[3] is not None or not _leads_only_to(call, node):
-        return None
-    return call
+        raise No(f"silu(gate) * up, all in one dtype, is expected at {describe(node)}")
+    gate, up = (rotations.last_dim_slice(part) for part in found)
+    if gate.source is not call or up.source is not call:
+        changed = gate.source if gate.source is not call else up.source
+        raise No(f"{describe(changed)} lies between the product and silu(gate) * up")
+    if gate.start != 0:
+        raise No("the weight's first half is expected to be the gates, found it to be the ups")
+    if layouts.args(call)[3] is not None:
+        raise No("gates and ups have a bias")
+    if (other := _stray_user(call, node)) is not None:
+        raise No(f"gates or ups are also read by {describe(other)}")
 
 
-def _leads_only_to(node: fx.Node, last: fx.Node) -> bool:
-    """Whether all that is made of `node` goes into `last`."""
+def _stray_user(node: fx.Node, last: fx.Node) -> fx.Node | None:
+    """A node that ends what is made of `node` and is not `last`, or None."""
     front, seen = [node], {node}
     while front:
-        users = front.pop().users
-        if not users:
-            return False
-        for user in users:
+        current = front.pop()
+        if not current.users:
+            return current
+        for user in current.users:
             if user is not last and user not in seen:
                 if user.op != "call_function":
-                    return False
+                    return user
                 seen.add(user)
                 front.append(user)
-    return True
+    return None
 
 
 def _is_stored(node: fx.Node) -> bool:
@@ -195,6 +254,11 @@ def _is_stored(node: fx.Node) -> bool:
         if source is node:
             return source.op == "placeholder" or getattr(source.target, "namespace", "") == "glm"
         node = source
+
+
+def _is_the_models(reader: fx.Node) -> bool:
+    """Whether the model itself has a normed value read so: as its output, or by an op of ours."""
+    return reader.op == "output" or getattr(reader.target, "namespace", "") == "glm"
 
 
 def _is_of_linear(node: fx.Node) -> bool:

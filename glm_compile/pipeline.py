@@ -21,7 +21,7 @@ from torch import fx
 from glm_compile import inner, report
 from glm_compile.capacity import watch_capacity
 from glm_compile.errors import MatchError, UnsupportedError
-from glm_compile.fx_passes import make_passes
+from glm_compile.fx_passes import PARTS, make_passes
 from glm_compile.fx_passes._dynamo_graph import (
     example_value,
     parameter_name,
@@ -53,9 +53,6 @@ logger = logging.getLogger(__name__)
 _WARNED: set[str] = set()
 # Passes over the whole Dynamo graph, ahead of the split into kinds.
 _DYNAMO_PASSES = frozenset(("mask", "moe_router", "moe_experts"))
-
-# Passes that go on from what others have matched, and under whose name they say what they left.
-_NOTED_UNDER = {"moe_layer": "moe_experts"}
 
 
 def compile_graph(
@@ -255,8 +252,8 @@ class _Job:
         for rewrite in self.rewrites:
             self.report.graphs.extend(rewrite.dumps)
             for result in rewrite.results:
-                if result.name not in PASS_NAMES:  # it goes on from what others have matched
-                    self.report.add_declined(_NOTED_UNDER[result.name], rewrite.declined(result))
+                if result.name in PARTS:
+                    self.report.add_declined(PARTS[result.name], rewrite.declined(result))
                     continue
                 total = self.report.matches.get(result.name, 0)
                 self.report.matches[result.name] = total + result.num_matches * rewrite.num_uses

@@ -288,6 +288,59 @@ def test_an_rms_norm_has_a_weight_for_each_element(level: str, size: int, is_fou
     assert (canonical.rms_norm(out) is not None) == is_found
 
 
+# SwiGLU
+
+
+def sigmoid_in_fp32(x: torch.Tensor) -> torch.Tensor:
+    y = x.float()
+    return (torch.sigmoid(y) * y).to(x.dtype)
+
+
+def quotient_in_fp32(x: torch.Tensor) -> torch.Tensor:
+    y = x.float()
+    return (y / (1 + (-y).exp())).to(x.dtype)
+
+
+@pytest.mark.parametrize("level", LEVELS)
+@pytest.mark.parametrize("silu", [F.silu, sigmoid_in_fp32, quotient_in_fp32])
+@pytest.mark.parametrize("shape", [(2, 3, 4), (6, 4)])
+def test_swiglu_in_every_spelling(silu: Callable, shape: tuple[int, ...], level: str) -> None:
+    inputs = [torch.randn(2, 3, 4).bfloat16() for _ in range(2)]
+    for fn in (
+        lambda g, u: silu(g).view(shape) * u.view(shape),
+        lambda g, u: u.view(shape) * silu(g.view(shape)),
+    ):
+        out, (gate, up) = graph(fn, *inputs, level=level)
+        assert canonical.swiglu(out) == (gate, up)
+
+
+@pytest.mark.parametrize("level", LEVELS)
+@pytest.mark.parametrize(
+    "fn",
+    [
+        lambda g, u: g * u,
+        lambda g, u: torch.sigmoid(g) * u,
+        lambda g, u: F.gelu(g) * u,
+        lambda g, u: (g * torch.sigmoid(g)) * u,
+        lambda g, u: (g.float() * torch.sigmoid(u.float())).to(g.dtype) * u,
+        lambda g, u: (g.float() / (2 + (-g.float()).exp())).to(g.dtype) * u,
+        lambda g, u: F.silu(g).view(4, 1, 4) * u.view(1, 4, 4),
+        lambda g, u: F.silu(g) * u[:1],
+    ],
+)
+def test_other_products_are_no_swiglu(fn: Callable, level: str) -> None:
+    out, _ = graph(fn, *(torch.randn(4, 4).bfloat16() for _ in range(2)), level=level)
+    assert canonical.swiglu(out) is None
+
+
+@pytest.mark.parametrize("level", LEVELS)
+def test_transposed_gates_are_no_input_of_swiglu(level: str) -> None:
+    inputs = [torch.randn(4, 4).bfloat16() for _ in range(2)]
+    out, (gate, up) = graph(lambda g, u: F.silu(g.t()) * u, *inputs, level=level)
+    found = canonical.swiglu(out)
+    assert found is not None and found[0] is not gate and found[1] is up
+
+
 # Slices
 
 

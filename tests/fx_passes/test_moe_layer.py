@@ -203,10 +203,34 @@ def test_many_tokens_and_other_dtypes_stay_as_they_are() -> None:
         assert count_ops(captured.after)["glm.moe_experts"] == 1
 
 
-def test_any_number_of_tokens_may_be_few() -> None:
+@pytest.mark.parametrize("level", LEVELS)
+def test_any_number_of_tokens_may_be_few(level: str) -> None:
     layer = make()
-    captured = run(layer, dynamic=True, shape=(2, 5))
+    captured = run(layer, level=level, dynamic=True, shape=(2, 5))
     assert result_of(captured) == (1, [])
+    (call,) = captured.after.graph.find_nodes(
+        op="call_function", target=torch.ops.glm.moe_layer.default
+    )
+    # The residual comes along, and nothing of the old layer is left, nor sizes nobody reads.
+    assert call.args[-2] is not None
+    ops = count_ops(captured.after)
+    assert not any(ops[part] for part in PARTS) and ops["aten.silu"] == ops["aten.div.Tensor"] == 0
+    nodes = captured.after.graph.nodes
+    assert all(node.users for node in nodes if node.op == "call_function")
+
+
+@pytest.mark.parametrize("dynamic", [None, True])
+def test_a_shared_expert_may_have_no_features(dynamic: bool | None) -> None:
+    captured = run(make(n_shared_experts=0), dynamic=dynamic)
+    assert count_ops(captured.after)["glm.merged_linear"] <= 1
+    for name, number in (("merge_linears", 1), ("bf16_linear", 1)):
+        assert captured.results[name].num_matches == number
+
+
+def test_it_is_disabled_with_the_experts() -> None:
+    options = PassOptions(disable=frozenset(("moe_experts",)))
+    assert "moe_layer" not in {p.name for p in make_passes(options)}
+    assert "moe_layer" in {p.name for p in make_passes(PassOptions())}
 
 
 def hook_shared(layer: Layer) -> None:
