@@ -90,7 +90,7 @@ class Variant:
         has_mask: whether there is a key mask.
         is_causal: lengths are tokens cached before the step, one number a sequence.
         has_weight_pairs: weights are fp32, and those of two adjacent heads one aligned load.
-        num_stages: pages in flight, at most.
+        num_stages: pages in flight, at most; at least 4.
         use_pdl: start before the kernels ahead have ended.
     """
 
@@ -133,6 +133,12 @@ class IndexerScoresKernel:
         room = _SHARED_BYTES - self.num_query_stages * self.query_bytes
         # As many for each warpgroup.
         self.num_stages = min(v.num_stages, room // self.stage_bytes) // _GROUPS * _GROUPS
+        # A warpgroup waits for its next page before it gives one back.
+        if self.num_stages < 2 * _GROUPS:
+            raise ValueError(
+                f"indexer_scores: {2 * _GROUPS} pages in flight are the least, got "
+                f"{v.num_stages} of {self.stage_bytes} bytes, of which {self.num_stages} fit"
+            )
         self.num_steps = _DIM * element_bytes // 32
         # Pairs of adjacent columns of one row that a thread holds.
         self.num_pairs = v.num_heads // 8
@@ -947,7 +953,7 @@ def indexer_scores_cute(
         max_len: T.
         block_table: [B, P] of pages.
         is_causal: see `indexer_scores_paged`.
-        num_stages: pages in flight a block, at most.
+        num_stages: pages in flight a block, at most; at least 4.
         use_pdl: start before the kernels ahead have ended; reads nothing until then.
     """
     num_batch, num_queries, num_heads, head_dim = q_BSHD.shape

@@ -492,6 +492,17 @@ def compiled(variant: Any, folder: Path) -> CompiledKernel:
     )
 
 
+@pytest.mark.parametrize("num_stages", [1, 2, 3])
+def test_refuses_too_few_pages_in_flight(num_stages: int) -> None:
+    """A warpgroup with one page of room would wait for the next one before it gives that back."""
+    variant = dataclasses.replace(variants()["fp8"], num_stages=num_stages)
+    from glm_compile.ops.indexer_scores.cute_kernel import IndexerScoresKernel
+
+    with pytest.raises(ValueError, match=f"4 pages in flight are the least, got {num_stages}"):
+        IndexerScoresKernel(variant)
+    assert IndexerScoresKernel(dataclasses.replace(variant, num_stages=4)).num_stages == 4
+
+
 @pytest.mark.compile_only
 @pytest.mark.parametrize(
     "name",
