@@ -182,7 +182,9 @@ _MOST_NODES = 24
 
 def _slices_behind(node: Any) -> set[rotations.Slice]:
     """Slices of a glm.rms_norm_linear that a value is made of; none if of anything else, too."""
-    front, seen, found = [node], set(), set()
+    front: list[Any] = [node]
+    seen: set[fx.Node] = set()
+    found: set[rotations.Slice] = set()
     while front:
         node = front.pop()
         if not isinstance(node, fx.Node) or node.op != "call_function" or len(seen) > _MOST_NODES:

@@ -107,6 +107,18 @@ def test_a_residual_is_added_by_the_op(fn: Callable, shape: tuple[int, ...], lev
 
 
 @pytest.mark.parametrize("level", LEVELS)
+def test_no_size_is_left_that_nothing_reads(level: str) -> None:
+    x, w, residual = (torch.randn(s).to(BF16) for s in ((2, 3, K), (N, K), (2, 3, N)))
+    gm = trace(lambda x, w, r: F.linear(x, w) + r, x, w, residual, level=level, symbolic=True)
+    unread = {node.name for node in gm.graph.nodes if not node.users and node.op != "output"}
+    assert Bf16Linear(PassOptions())(gm).num_matches == 1
+    assert count_ops(gm)["aten.add.Tensor"] == 0
+    left = {node.name for node in gm.graph.nodes if not node.users and node.op != "output"}
+    assert left <= unread
+    torch.testing.assert_close(gm(x, w, residual), F.linear(x, w) + residual, atol=2e-2, rtol=2e-2)
+
+
+@pytest.mark.parametrize("level", LEVELS)
 def test_of_two_products_one_is_the_others_residual(level: str) -> None:
     x, w, residual = (torch.randn(s).to(BF16) for s in ((2, 3, K), (N, K), (2, 3, K)))
     result, gm = check(sum_of_products, x, w, residual, level=level)

@@ -229,15 +229,35 @@ def silu_in_fp32(x: torch.Tensor, weight: torch.Tensor, *weights: torch.Tensor) 
     return F.silu(F.linear(normed, gate).float()) * F.linear(normed, up).float()
 
 
+def changed_up(x: torch.Tensor, weight: torch.Tensor, *weights: torch.Tensor) -> Any:
+    """As by a hook."""
+    gate, up, _ = weights
+    normed = norm(x, weight)
+    return F.silu(F.linear(normed, gate)) * (F.linear(normed, up) * 2)
+
+
 @pytest.mark.parametrize("level", LEVELS)
-@pytest.mark.parametrize("fn", [gate_read_twice, up_through_silu, other_activation, silu_in_fp32])
-def test_products_that_are_not_gates_and_ups_alone_stay_apart(
-    fn: Callable[..., Any], level: str
+@pytest.mark.parametrize(
+    ("fn", "reason"),
+    [
+        (gate_read_twice, "gates or ups are also read by output"),
+        (up_through_silu, "first half is expected to be the gates"),
+        (other_activation, "silu(gate) * up, all in one dtype, is expected"),
+        (silu_in_fp32, "silu(gate) * up"),
+        (changed_up, "between the product and silu(gate) * up"),
+    ],
+)
+def test_products_that_are_not_gates_and_ups_alone_stay_apart_and_say_why(
+    fn: Callable[..., Any], reason: str, level: str
 ) -> None:
     values = mlp_inputs()
     gm = trace(fn, *values, level=level)
     before = gm(*values)
-    assert apply(gm).num_matches == 1
+    result = apply(gm)
+    assert result.num_matches == 1
+    (declined,) = result.declined
+    assert "what gates and ups make stays apart" in declined.reason
+    assert reason in declined.reason
     (call,) = gm.graph.find_nodes(op="call_function", target=torch.ops.glm.rms_norm_linear.default)
     assert len(call.args) == 7 and call.meta["val"].shape == (2, 3, 2 * N)
     torch.testing.assert_close(gm(*values), before, atol=5e-2, rtol=2e-2)
@@ -291,14 +311,27 @@ def test_a_normed_value_with_another_reader_is_declined(
 
 
 @pytest.mark.parametrize("level", LEVELS)
-def test_a_norm_before_a_router_is_no_candidate(level: str) -> None:
-    def fn(*values: torch.Tensor) -> Any:
+def test_a_norm_that_the_model_has_read_by_others_is_no_candidate(level: str) -> None:
+    def last_norm(*values: torch.Tensor) -> Any:
+        x, q_a, _, weight, _, _ = values
+        normed = norm(x, weight[:K])
+        return F.linear(normed, q_a), normed
+
+    result = apply(trace(last_norm, *inputs(), level=level))
+    assert (result.num_matches, result.declined) == (0, [])
+
+
+@pytest.mark.parametrize("level", LEVELS)
+def test_a_norm_that_something_else_reads_says_so(level: str) -> None:
+    def hooked(*values: torch.Tensor) -> Any:
         x, q_a, _, weight, _, _ = values
         normed = norm(x, weight[:K])
         return F.linear(normed, q_a), normed.float().softmax(-1)
 
-    result = apply(trace(fn, *inputs(), level=level))
-    assert (result.num_matches, result.declined) == (0, [])
+    result = apply(trace(hooked, *inputs(), level=level))
+    assert result.num_matches == 0
+    (declined,) = result.declined
+    assert "the normed value is also read by" in declined.reason
 
 
 @pytest.mark.parametrize("level", LEVELS)
