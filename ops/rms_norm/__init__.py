@@ -22,7 +22,8 @@ def rms_norm(
     """Return weight * cast(x * rsqrt(mean(x^2) + eps)), as GlmMoeDsaRMSNorm rounds it.
 
     The sum of squares is taken in fp32, in one order for each K: a row's result depends on nothing
-    else. `triton` lets the next kernel start early; a linear behind reads its weight meanwhile.
+    else. With few rows `triton` lets the next kernel start early; a linear behind reads its weight
+    meanwhile.
 
     Args:
         x_MK: [..., K], any floating dtype and strides; M = 0 is allowed.
@@ -37,6 +38,11 @@ def rms_norm(
     Raises:
         ValueError: shapes or dtypes do not fit.
     """
+    _check(x_MK, weight_K)
+    return _rms_norm_op(x_MK, weight_K, eps, backend or "")
+
+
+def _check(x_MK: torch.Tensor, weight_K: torch.Tensor) -> None:
     if not x_MK.dim() or weight_K.shape != x_MK.shape[-1:]:
         raise ValueError(
             f"rms_norm: x [..., K] and weight [K] expected, got {tuple(x_MK.shape)} and "
@@ -46,7 +52,6 @@ def rms_norm(
         raise ValueError(
             f"rms_norm: one floating dtype expected, got {x_MK.dtype} and {weight_K.dtype}"
         )
-    return _rms_norm_op(x_MK, weight_K, eps, backend or "")
 
 
 # A program of the kernel holds a whole row.
@@ -75,6 +80,8 @@ _BACKENDS = (
 
 
 def _rms_norm(x: torch.Tensor, weight_K: torch.Tensor, eps: float, backend: str) -> torch.Tensor:
+    # Graphs call the op itself.
+    _check(x, weight_K)
     return _dispatch.run("rms_norm", _BACKENDS, backend, x, weight_K, eps)
 
 

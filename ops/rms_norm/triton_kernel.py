@@ -1,6 +1,7 @@
 """RMSNorm in Triton, one launch: a program norms one row, with the roundings of the model's own.
 
-The next kernel may start as soon as this one has: a linear then reads its weight meanwhile.
+With few rows the next kernel may start as soon as this one has: a linear then reads its weight
+meanwhile.
 
 Shape legend: M rows, K columns.
 """
@@ -13,6 +14,10 @@ import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from glm_compile.ops._triton import supports_pdl
+
+# Up to here a step is all latency: programs start before the kernel ahead has ended. With many
+# programs these would only take its place.
+_MAX_EARLY_ROWS = 64
 
 
 @triton.jit
@@ -53,7 +58,7 @@ def rms_norm_triton(x: torch.Tensor, weight_K: torch.Tensor, eps: float) -> torc
         x_MK = x_MK.contiguous()
     if output.numel():
         block = triton.next_power_of_2(num_columns)
-        has_pdl = supports_pdl(x.device)
+        has_pdl = x_MK.shape[0] <= _MAX_EARLY_ROWS and supports_pdl(x.device)
         rms_norm_kernel[(x_MK.shape[0],)](
             x_MK,
             x_MK.stride(0),
