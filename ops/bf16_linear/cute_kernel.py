@@ -22,8 +22,9 @@ takes eight adjacent columns of a row, so weights come out of shared memory 16 b
 needs no shared memory: each warp loads the columns that it multiplies, straight into registers.
 
 Under programmatic dependent launch weights are requested before the kernels ahead have ended, x
-after. Dependents are let in only then, at once or when all weights have been requested, so what a
-kernel reads early was written two launches ahead at the latest.
+after. Dependents are let in only then, at once or when all weights have been requested. A kernel
+ahead may have let this one in before its own wait, so what is read early is weights alone, which
+no kernel of a step writes.
 
 Shape legend: M rows, K in features, N out features.
 """
@@ -31,6 +32,7 @@ Shape legend: M rows, K in features, N out features.
 from __future__ import annotations
 
 import functools
+import threading
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -753,7 +755,13 @@ def compile_variant(variant: Variant, arch: str, options: str = "") -> Any:
 
 @functools.cache
 def compiled(variant: Variant, arch: str) -> Any:
-    """`compile_variant`, once."""
+    """`compile_variant`, once.
+
+    A variant that draws its tiles comes with the one that deals them out, so that a captured launch
+    which finds no counter compiles nothing.
+    """
+    if variant.num_static:
+        compiled(replace(variant, num_static=0), arch)
     return compile_variant(variant, arch)
 
 
@@ -802,11 +810,25 @@ def variant_for(
     return replace(variant, num_stages=num_stages, num_static=num_static)
 
 
+def num_drawn(variant: Variant, num_rows: int, num_tiles: int, num_blocks: int) -> int:
+    """Tiles left to draw when each of `num_blocks` blocks has had its own; 0: all are dealt out.
+
+    Drawing is for one block of rows: others of the grid would count with the same counter.
+    """
+    is_one_row_block = num_rows <= variant.row_blocks * _ROWS
+    if not variant.num_static or not is_one_row_block:
+        return 0
+    return max(0, num_tiles - variant.num_static * num_blocks)
+
+
 class Counters:
     """Counters of one device, zero before and after each kernel that draws its tiles by one.
 
     Kernels that may run side by side must not share one. Those of a stream follow each other; a
-    captured launch has a counter for itself, since graphs may be replayed side by side.
+    captured launch has a counter for itself, since graphs may be replayed side by side. A capture
+    can make no new ones: where it finds none left (no call was made before it, or it has more
+    launches than the half of `SIZE` that a call keeps free), tiles are dealt out, by a kernel that
+    was compiled with the other one; the numbers are the same. Threads may share a device's.
     """
 
     SIZE = 4096
@@ -816,20 +838,23 @@ class Counters:
         self.blocks: list[torch.Tensor] = []
         self.num_used = 0
         self.of_stream: dict[int, torch.Tensor] = {}
+        self.lock = threading.Lock()
 
     def take(self) -> torch.Tensor | None:
         """A counter for a launch on the current stream, or None: a capture cannot make more."""
         stream = torch.cuda.current_stream(self.device)
-        if torch.cuda.is_current_stream_capturing():
-            return self._next() if self.blocks and self.num_used < self.SIZE else None
-        counter = self.of_stream.get(stream.cuda_stream)
-        if not self.blocks or self.num_used > self.SIZE // 2:
-            self.blocks.append(torch.zeros(self.SIZE, dtype=torch.int32, device=self.device))
-            self.num_used = 0
-            stream.synchronize()
-        if counter is None:
-            counter = self.of_stream[stream.cuda_stream] = self._next()
-        return counter
+        is_capturing = torch.cuda.is_current_stream_capturing()
+        with self.lock:
+            if is_capturing:
+                return self._next() if self.blocks and self.num_used < self.SIZE else None
+            counter = self.of_stream.get(stream.cuda_stream)
+            if not self.blocks or self.num_used > self.SIZE // 2:
+                self.blocks.append(torch.zeros(self.SIZE, dtype=torch.int32, device=self.device))
+                self.num_used = 0
+                stream.synchronize()
+            if counter is None:
+                counter = self.of_stream[stream.cuda_stream] = self._next()
+            return counter
 
     def _next(self) -> torch.Tensor:
         self.num_used += 1
@@ -882,20 +907,19 @@ def bf16_linear_cute(
         has_residual=residual is not None,
     )
     num_tiles = -(-num_outputs // (config.tile // 2 if has_swiglu else config.tile))
+    most_blocks = num_multiprocessors(x.device) * config.blocks_per_processor
+    # A cluster has one tile.
     num_blocks = num_tiles
     if config.cluster == 1:
-        most_blocks = num_multiprocessors(x.device) * config.blocks_per_processor
         num_blocks = -(-num_tiles // -(-num_tiles // most_blocks))
     counter = None
-    if variant.num_static:
-        has_one_row = num_rows <= variant.row_blocks * _ROWS
-        if has_one_row and num_tiles >= variant.num_static * most_blocks:
-            counter = counters_of(x.device).take()
-        if counter is None:
-            # The same numbers: no sum depends on who takes which tile.
-            variant = replace(variant, num_static=0)
-        else:
-            num_blocks = most_blocks
+    if num_drawn(variant, num_rows, num_tiles, most_blocks):
+        counter = counters_of(x.device).take()
+    if counter is not None:
+        num_blocks = most_blocks
+    elif variant.num_static:
+        # The same numbers: no sum depends on who takes which tile.
+        variant = replace(variant, num_static=0)
     run = compiled(variant, arch_of(x.device))
     run(
         x_MK,

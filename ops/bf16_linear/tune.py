@@ -34,6 +34,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
+from glm_compile.ops._dispatch import num_multiprocessors
 from glm_compile.ops.bf16_linear.config import FEW_ROWS, StreamConfig, stream_config_for
 from glm_compile.ops.bf16_linear.measured import LIBRARY, MANY_ROWS, MEASURED
 
@@ -73,16 +74,20 @@ _ANOTHER_BELOW = 0.99
 
 # Tiles of a block from which on it may pay to draw them.
 _DRAWN_FROM = 4
-
 _COLD_BYTES = 180e6
 _BYTES_PER_GRAPH = 2e9
 _REPLAYS = 20
 _READ_BYTES_PER_US = 4.56e6
 
 
-def candidates(num_features: int, num_columns: int) -> Iterator[StreamConfig]:
-    """Splits worth a try on a GPU of 132 multiprocessors."""
-    for config in _splits(num_features, num_columns):
+def candidates(
+    num_features: int, num_columns: int, num_processors: int = 132
+) -> Iterator[StreamConfig]:
+    """Splits worth a try on a GPU of so many multiprocessors; clusters are tried as 132 have room.
+
+    Multiprocessors are an H200's by default.
+    """
+    for config in _splits(num_features, num_columns, num_processors):
         yield config
         if config.cluster > 1 or config.blocks_per_processor > 1:
             # Blocks of the next kernel that come early take room and bandwidth from these.
@@ -91,17 +96,17 @@ def candidates(num_features: int, num_columns: int) -> Iterator[StreamConfig]:
             # Where x is a good part of what is read, and all blocks would begin with the same one.
             yield dataclasses.replace(config, is_turned=True)
             yield dataclasses.replace(config, is_turned=True, late=True)
-        if config.cluster == 1 and num_features >= _DRAWN_FROM * 132 * config.tile:
+        if config.cluster == 1 and num_features >= _DRAWN_FROM * num_processors * config.tile:
             yield dataclasses.replace(config, is_dynamic=True)
 
 
-def _splits(num_features: int, num_columns: int) -> Iterator[StreamConfig]:
+def _splits(num_features: int, num_columns: int, num_processors: int) -> Iterator[StreamConfig]:
     def whole_waves(blocks: int) -> int:
         return math.ceil(num_features / blocks / 8) * 8
 
     is_wide = num_columns > 4096
     stages = [s for s in (1024, 512, 256) if num_columns % s == 0][1 if is_wide else 0 :][:2]
-    one_wave = whole_waves(132)
+    one_wave = whole_waves(num_processors)
     # Every tile reads x again, so wide x asks for tall tiles.
     tiles = {one_wave, 24, 32, 48} if is_wide else {one_wave, 16, 24, 32, 48}
     for tile in sorted(tiles):
@@ -202,7 +207,8 @@ def _bucket(num_rows: int) -> int:
 def tune(shape: tuple[int, int], keep: bool = False) -> Tuned:
     """Measure the splits of a weight [N, K] and the library; or only the splits of the table."""
     few, many = (stream_config_for(*shape, num_rows) for num_rows in _CHOSEN_BY)
-    splits = list(dict.fromkeys([few, many, *(() if keep else candidates(*shape))]))
+    tried = [] if keep else candidates(*shape, num_multiprocessors(torch.device("cuda")))
+    splits = list(dict.fromkeys([few, many, *tried]))
     compile_splits(shape, splits)
     with _alone:
         num_copies = math.ceil(_COLD_BYTES / (2 * shape[0] * shape[1]))

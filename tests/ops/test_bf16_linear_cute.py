@@ -5,7 +5,11 @@ Shape legend: M rows, K in features, N out features.
 
 from __future__ import annotations
 
+import concurrent.futures
+import functools
+import itertools
 import sys
+import time
 import types
 from dataclasses import replace
 
@@ -20,6 +24,7 @@ from glm_compile.ops.bf16_linear.config import (
     default_stream,
     is_for_stream,
     library_wins,
+    norm_config_for,
     stream_config_for,
 )
 from glm_compile.ops.bf16_linear.measured import MANY_ROWS, MEASURED
@@ -318,6 +323,7 @@ def test_launches_that_may_run_side_by_side_have_counters_of_their_own(monkeypat
     assert counters.take() is of_stream
     state["stream"] = Stream(2)
     taken = [of_stream, counters.take()]
+    assert all(counter.numel() == 1 and not counter.any() for counter in taken)
     state["capturing"] = True
     while (counter := counters.take()) is not None:
         taken.append(counter)
@@ -329,11 +335,95 @@ def test_launches_that_may_run_side_by_side_have_counters_of_their_own(monkeypat
     assert counters.take().data_ptr() not in {counter.data_ptr() for counter in taken}
 
 
+def test_threads_get_counters_one_at_a_time(monkeypatch):
+    pytest.importorskip("cutlass")
+    from glm_compile.ops.bf16_linear.cute_kernel import Counters
+
+    class SlowCounters(Counters):
+        def _next(self):
+            self.num_used += 1
+            time.sleep(1e-3)
+            return self.blocks[-1][self.num_used - 1 : self.num_used]
+
+    capturing = [False]
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda _device: Stream(1))
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: capturing[0])
+    counters = SlowCounters(torch.device("cpu"))
+    counters.take()
+    capturing[0] = True
+    with concurrent.futures.ThreadPoolExecutor(8) as pool:
+        taken = list(pool.map(lambda _: counters.take().data_ptr(), range(32)))
+    assert len(set(taken)) == 32
+
+
+def test_a_kernel_for_launches_without_a_counter_is_compiled_along(monkeypatch):
+    pytest.importorskip("cutlass")
+    from glm_compile.ops.bf16_linear import cute_kernel
+
+    made = []
+    monkeypatch.setattr(cute_kernel, "compile_variant", lambda variant, arch: made.append(variant))
+    own = functools.cache(cute_kernel.compiled.__wrapped__)
+    monkeypatch.setattr(cute_kernel, "compiled", own)
+    drawn = cute_kernel.variant_for(1000, 6, StreamConfig(24, 512, 8, 4, is_dynamic=True))
+    cute_kernel.compiled(drawn, "sm_90a")
+    assert drawn.num_static and made == [replace(drawn, num_static=0), drawn]
+
+
+# (N, K) and (tile, loaders) that leave tiles to draw on a GPU of 132 multiprocessors.
+DRAWN_SHAPES = [(20_001, 1000), (40_000, 520), (24_576, 6144)]
+DRAWN_TILES = [(24, 4), (8, 1), (16, 2)]
+
+
+def num_drawn_of(config, M, N, K, *, num_processors=132, has_norm=False, has_swiglu=False):
+    from glm_compile.ops.bf16_linear.cute_kernel import num_drawn, variant_for
+
+    variant = variant_for(K, M, config, has_norm, has_swiglu)
+    num_tiles = -(-N // config.tile)
+    return num_drawn(variant, M, num_tiles, num_processors * config.blocks_per_processor)
+
+
+def test_what_is_to_be_drawn_is_drawn():
+    """In the tests below, in those of norms and under the sanitizer, on 132 multiprocessors."""
+    pytest.importorskip("cutlass")
+    for tile, num_loaders in DRAWN_TILES:
+        config = StreamConfig(tile, 512, 8, num_loaders, is_dynamic=True)
+        for M, (N, K) in itertools.product((1, 6, 16), DRAWN_SHAPES):
+            assert num_drawn_of(config, M, N, K) > 50
+            assert num_drawn_of(replace(config, is_dynamic=False), M, N, K) == 0
+        # Blocks of rows would count with one counter.
+        assert num_drawn_of(config, 17, *DRAWN_SHAPES[0]) == 0
+    sanitized = StreamConfig(24, 512, is_dynamic=True)
+    for is_gated in (False, True):
+        options = {"has_norm": is_gated, "has_swiglu": is_gated}
+        assert num_drawn_of(sanitized, 6, 7000, 2048, **options) > 20
+    config = norm_config_for(19_360, 6144)
+    for has_swiglu in (False, True):
+        options = {"has_norm": True, "has_swiglu": has_swiglu}
+        assert config == norm_config_for(19_360, 6144, has_swiglu=has_swiglu)
+        assert num_drawn_of(config, 6, 19_360, 6144, **options) > 500
+
+
+@pytest.fixture
+def counters_taken(monkeypatch):
+    """The counters, or Nones, of all launches that would draw their tiles."""
+    from glm_compile.ops.bf16_linear.cute_kernel import Counters
+
+    taken = []
+    take = Counters.take
+
+    def keep(self):
+        taken.append(take(self))
+        return taken[-1]
+
+    monkeypatch.setattr(Counters, "take", keep)
+    return taken
+
+
 @pytest.mark.gpu
 @pytest.mark.parametrize("M", [1, 6, 16])
-@pytest.mark.parametrize("N, K", [(9000, 1000), (40_000, 520), (24_576, 6144)])
-@pytest.mark.parametrize("tile, num_loaders", [(24, 4), (8, 1), (16, 2)])
-def test_who_takes_which_tile_changes_nothing(tile, num_loaders, M, N, K):
+@pytest.mark.parametrize("N, K", DRAWN_SHAPES)
+@pytest.mark.parametrize("tile, num_loaders", DRAWN_TILES)
+def test_who_takes_which_tile_changes_nothing(tile, num_loaders, M, N, K, counters_taken):
     from glm_compile.ops.bf16_linear.cute_kernel import counters_of
 
     dealt = StreamConfig(tile, 512, 8, num_loaders)
@@ -341,6 +431,7 @@ def test_who_takes_which_tile_changes_nothing(tile, num_loaders, M, N, K):
     x, weight, _, residual = make_inputs(M, N, K, residual=True, device="cuda")
     expected = run_cute(x, weight, None, residual, config=dealt)
     check_error(expected, x, weight, None, residual)
+    assert not counters_taken
     graph = torch.cuda.CUDAGraph()
     outputs = [run_cute(x, weight, None, residual, config=drawn) for _ in range(5)]
     with torch.cuda.graph(graph):
@@ -360,14 +451,37 @@ def test_who_takes_which_tile_changes_nothing(tile, num_loaders, M, N, K):
     torch.cuda.synchronize()
     assert all(torch.equal(output, expected) for output in outputs)
     assert not any(block.any() for block in counters_of(x.device).blocks)
+    assert len(counters_taken) == len(outputs) == 25
+    assert all(counter is not None for counter in counters_taken)
 
 
 @pytest.mark.gpu
-def test_many_rows_of_tiles_that_are_drawn():
+def test_many_rows_are_dealt_out_and_few_of_them_drawn(counters_taken):
     config = StreamConfig(24, 512, 8, 4, is_dynamic=True)
-    x, weight, _, _ = make_inputs(35, 9000, 520, device="cuda")
+    x, weight, _, _ = make_inputs(35, 20_001, 520, device="cuda")
     whole = run_cute(x, weight, None, None, config=config)
+    check_error(whole, x, weight, None, None)
+    assert not counters_taken
     assert torch.equal(run_cute(x[3:9], weight, None, None, config=config), whole[3:9])
+    assert len(counters_taken) == 1 and counters_taken[0] is not None
+
+
+@pytest.mark.gpu
+def test_a_capture_without_a_counter_gives_the_same(monkeypatch):
+    from glm_compile.ops.bf16_linear import cute_kernel
+
+    config = StreamConfig(24, 512, 8, 4, is_dynamic=True)
+    x, weight, _, _ = make_inputs(6, 20_001, 520, device="cuda")
+    expected = run_cute(x, weight, None, None, config=config)
+    monkeypatch.setattr(cute_kernel.Counters, "take", lambda self: None)
+    num_compiled = cute_kernel.compiled.cache_info().currsize
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        output = run_cute(x, weight, None, None, config=config)
+    output.fill_(float("nan"))
+    graph.replay()
+    assert torch.equal(output, expected)
+    assert cute_kernel.compiled.cache_info().currsize == num_compiled
 
 
 @pytest.mark.gpu

@@ -110,6 +110,7 @@ def test_the_quickest_split_is_chosen_for_few_rows_and_for_many(keep, monkeypatc
     monkeypatch.setattr(tune, "_ours", ours)
     monkeypatch.setattr(tune, "measure", lambda _fn, _weights: 3.0)
     monkeypatch.setattr(tune, "_COLD_BYTES", 1)
+    monkeypatch.setattr(tune, "num_multiprocessors", lambda _device: 132)
     randn = torch.randn
     monkeypatch.setattr(torch, "randn", lambda *shape, **_options: randn(*shape))
     result = tune.tune((8, 16), keep)

@@ -123,6 +123,7 @@ def test_compiles_without_spilling(arch, num_rows, num_out, tmp_path):
         (2624, 6144, ("norm",)),
         (154880, 6144, ("norm",)),
         (24576, 6144, ("norm", "swiglu")),
+        (19360, 6144, ("norm", "swiglu")),
         (200, 1000, ("norm", "swiglu")),
     ],
 )
@@ -195,6 +196,49 @@ def test_norm_inside_the_product(num_rows, num_in, num_out, has_swiglu):
         assert torch.equal(run(x), result)
     for few in (1, 5, 16):
         assert torch.equal(run(x[:few]), result[:few])
+
+
+@pytest.mark.gpu
+@pytest.mark.usefixtures("cute_gpu")
+@pytest.mark.parametrize("has_swiglu", [False, True])
+@pytest.mark.parametrize("num_rows", [1, 6])
+def test_norm_inside_a_product_whose_tiles_are_drawn(num_rows, has_swiglu, monkeypatch):
+    """The rows of lm_head over eight devices: the least for which that is chosen."""
+    from glm_compile.ops.bf16_linear.config import norm_config_for
+    from glm_compile.ops.bf16_linear.cute_kernel import Counters
+
+    num_out, num_in = 19_360, 6144
+    assert norm_config_for(num_out, num_in, has_swiglu=has_swiglu).is_dynamic
+    taken, take = [], Counters.take
+
+    def keep(self):
+        taken.append(take(self))
+        return taken[-1]
+
+    monkeypatch.setattr(Counters, "take", keep)
+    weight = (torch.randn(num_out, num_in, device="cuda") / num_in**0.5).bfloat16()
+    x = (torch.randn(num_rows, num_in, device="cuda") * 3).bfloat16()
+    norm_weight = (torch.rand(num_in, device="cuda") + 0.5).bfloat16()
+
+    def run():
+        return rms_norm_linear(
+            x, norm_weight, weight, eps=EPS, has_swiglu=has_swiglu, backend="cute"
+        )
+
+    result = run()
+    normed = normed_by_the_model(x.cpu(), norm_weight.cpu()).cuda()
+    expected = normed.double() @ weight.double().T
+    expected = swiglu_of(expected) if has_swiglu else expected
+    torch.testing.assert_close(result.double(), expected, rtol=2**-6, atol=2**-6)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        captured = [run() for _ in range(4)]
+    for _ in range(5):
+        for output in captured:
+            output.fill_(float("nan"))
+        graph.replay()
+        assert all(torch.equal(output, result) for output in captured)
+    assert len(taken) == 5 and all(counter is not None for counter in taken)
 
 
 @pytest.mark.gpu

@@ -69,7 +69,7 @@ TOPK_CLUSTERS = """
 LINEAR = """
 import torch
 from glm_compile.ops.bf16_linear.config import StreamConfig
-from glm_compile.ops.bf16_linear.cute_kernel import bf16_linear_cute
+from glm_compile.ops.bf16_linear.cute_kernel import bf16_linear_cute, counters_of
 from glm_compile.ops.rms_norm_linear.reference import rms_norm_reference, swiglu_reference
 
 for num_rows, shape, config, has_norm, has_swiglu in CASES:
@@ -80,12 +80,15 @@ for num_rows, shape, config, has_norm, has_swiglu in CASES:
     want = want @ weight.double().T
     want = swiglu_reference(want) if has_swiglu else want
     norm = norm_weight.cuda() if has_norm else None
+    counters = counters_of(weight.cuda().device)
+    counters.of_stream.clear()
     got = bf16_linear_cute(
         x.cuda(), weight.cuda(), None, None, norm, 1e-5, config=config, has_swiglu=has_swiglu
     )
     assert (got.cpu() - want).abs().max() <= 2**-6 * want.abs().max()
+    assert bool(counters.of_stream) == config.is_dynamic, "whether tiles are drawn"
 """
-# Sums of a cluster, norms, SwiGLU, tiles that are drawn or turned; no stage is filled twice.
+# Sums of a cluster, norms, SwiGLU, tiles that are turned; no stage is filled twice.
 LINEAR_SPLITS = """
     (6, (96, 2048), StreamConfig(8, 512, cluster=4), False, False),
     (16, (200, 1000), StreamConfig(40, 512, cluster=2), False, False),
@@ -94,12 +97,13 @@ LINEAR_SPLITS = """
     (6, (96, 2048), StreamConfig(40, 512, cluster=2), True, False),
     (3, (90, 1000), StreamConfig(24, 512), True, True),
     (11, (96, 2048), StreamConfig(24, 512), False, True),
-    (6, (9000, 256), StreamConfig(16, 256, is_dynamic=True), False, False),
     (16, (96, 1024), StreamConfig(48, 512, cluster=2, is_turned=True), False, False),
 """
+# Rings that are filled again; tiles are drawn only then.
 LINEAR_RINGS = """
     (6, (64, 6144), StreamConfig(24, 512), True, True),
     (6, (7000, 2048), StreamConfig(24, 512, is_dynamic=True), False, False),
+    (6, (7000, 2048), StreamConfig(24, 512, is_dynamic=True), True, True),
 """
 
 MOE_LAYER = """
