@@ -144,7 +144,6 @@ class Builder:
             (isinstance(s, int) and s == -1) or statically_known_true(s == c)
             for s, c in zip(sizes, current)
         ):
-            self._drop_sizes(shape)
             return node
         try:
             return self.call(aten.view.default, node, list(shape))
@@ -161,7 +160,11 @@ class Builder:
         is_clear = len(symbolic) == 1 and not any(isinstance(s, int) and s == 0 for s in shape)
         for d in symbolic:
             sizes[d] = -1 if is_clear else self._size_like(node, shape[d])
-        return self.view(node, sizes)
+        viewed = self.view(node, sizes)
+        if viewed is node:
+            # Only here: those of another caller may be for more than one view.
+            self._drop_sizes(sizes)
+        return viewed
 
     def _size_like(self, node: fx.Node, size: Any) -> Any:
         """A size of `node`, or of adjacent dimensions of it as one, that is equal to `size`; -1

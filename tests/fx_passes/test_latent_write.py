@@ -298,3 +298,19 @@ def test_the_absorbed_product_runs_behind_a_selection_that_the_graph_makes() -> 
     assert after is not None and after.args[0].target is torch.ops.glm.topk_select.default
     gm, *_ = rewritten(TinyAttention(), make_inputs("paged"), "plain")
     assert absorbed_after(gm) is None
+
+
+@pytest.mark.parametrize("dims", [(1,), (0, 1)])
+def test_steps_of_any_length_are_stored_in_one_op(dims: tuple[int, ...]) -> None:
+    inputs = make_inputs("paged", dtype=BF16)
+    run, flat = attention_step(TinyAttention(), inputs, "paged")
+    eager = copy.deepcopy(flat)
+    expected = run(*eager)
+    for dim in dims:
+        for tensor in (*flat[:2], flat[6], *(flat[8:] if dim == 0 else flat[3:5])):
+            torch._dynamo.mark_dynamic(tensor, dim)
+    output, captured = capture(run, *flat, passes=(SparseMla(PassOptions()),))
+    assert captured.results["sparse_mla"].declined == []
+    assert count_ops(captured.after)["glm.latent_write"] == 1
+    assert torch.equal(flat[7], eager[7])
+    torch.testing.assert_close(output, expected, atol=2**-5, rtol=2**-5)
