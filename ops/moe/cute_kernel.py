@@ -1030,84 +1030,16 @@ class DownKernel(ExpertKernel):
                 output[token, first + feature] = value
 
 
-# Threads of a block of the sum, a column each.
-_SUM_THREADS = 128
-
-
-class SumKernel:
-    """Weighted sum of each token's products, plus what the shared expert gives, plus the residual.
-
-    Each summand is rounded, and each sum: what plain torch does, in its order.
-    """
-
-    def __init__(self, num_top: int, has_shared: bool, has_residual: bool) -> None:
-        self.num_top = num_top
-        self.has_shared = has_shared
-        self.has_residual = has_residual
-
-    @cute.jit
-    def __call__(
-        self,
-        products: cute.Tensor,
-        chosen: cute.Tensor,
-        residual: cute.Tensor,
-        output: cute.Tensor,
-        stream: Any,
-    ) -> None:
-        self.kernel(products, chosen, residual, output).launch(
-            grid=((output.shape[1] + _SUM_THREADS - 1) // _SUM_THREADS, output.shape[0], 1),
-            block=(_SUM_THREADS, 1, 1),
-            stream=stream,
-            use_pdl=True,
-        )
-
-    @cute.kernel
-    def kernel(
-        self,
-        products: cute.Tensor,
-        chosen: cute.Tensor,
-        residual: cute.Tensor,
-        output: cute.Tensor,
-    ) -> None:
-        tid, _, _ = cute.arch.thread_idx()
-        block, token, _ = cute.arch.block_idx()
-        column = block * _SUM_THREADS + tid
-        cute.arch.griddepcontrol_launch_dependents()
-        cute.arch.griddepcontrol_wait()
-        if column < output.shape[1]:
-            rows = [token * self.num_top + k for k in range(self.num_top)]
-            # All loads come first: what is not wanted is thrown away.
-            values = [products[row, column] for row in rows]
-            counts = [chosen[0, row] for row in rows]
-            weights = [chosen[1, row] for row in rows]
-            shared = Float32(0.0)
-            if cutlass.const_expr(self.has_shared):
-                shared = products[output.shape[0] * self.num_top + token, column]
-            kept = Float32(0.0)
-            if cutlass.const_expr(self.has_residual):
-                kept = Float32(residual[token, column])
-            total = Float32(0.0)
-            for k in cutlass.range_constexpr(self.num_top):
-                if counts[k] > 0.0:
-                    total += weights[k] * values[k]
-            value = BFloat16(total)
-            if cutlass.const_expr(self.has_shared):
-                value = BFloat16(Float32(value) + Float32(BFloat16(shared)))
-            if cutlass.const_expr(self.has_residual):
-                value = BFloat16(kept + Float32(value))
-            output[token, column] = value
-
-
-def _matrix(dtype: Any, last_stride: Any, align: int, row_divisibility: int = 1) -> Any:
+def matrix(dtype: Any, last_stride: Any, align: int, row_divisibility: int = 1) -> Any:
     strides = (cute.sym_int64(divisibility=row_divisibility), last_stride)
     return make_fake_tensor(
         dtype, (cute.sym_int32(), cute.sym_int32()), strides, assumed_align=align
     )
 
 
-def _numbers(dtype: Any) -> Any:
+def numbers(dtype: Any) -> Any:
     """A matrix of any strides."""
-    return _matrix(dtype, cute.sym_int64(), dtype.width // 8)
+    return matrix(dtype, cute.sym_int64(), dtype.width // 8)
 
 
 def compile_variant(variant: Variant, ids_dtype: Any, arch: str, options: str = "") -> Any:
@@ -1115,37 +1047,21 @@ def compile_variant(variant: Variant, ids_dtype: Any, arch: str, options: str = 
     strides = (cute.sym_int64(divisibility=8), cute.sym_int64(divisibility=8), 1)
     shape = (cute.sym_int32(), cute.sym_int32(), cute.sym_int32())
     weight = make_fake_tensor(BFloat16, shape, strides, assumed_align=16)
-    choice = _numbers(Float32 if variant.num_logits else ids_dtype)
-    given = (_matrix(BFloat16, 1, 16, 8), choice, _numbers(Float32), Float32(1.0), weight)
+    choice = numbers(Float32 if variant.num_logits else ids_dtype)
+    given = (matrix(BFloat16, 1, 16, 8), choice, numbers(Float32), Float32(1.0), weight)
     kernel: ExpertKernel
-    others: tuple[Any, ...] = tuple(_matrix(BFloat16, 1, 16, 8) for _ in range(3))
+    others: tuple[Any, ...] = tuple(matrix(BFloat16, 1, 16, 8) for _ in range(3))
     counters = make_fake_tensor(Int32, (1,), (1,), assumed_align=4)
     if variant.is_gated:
         kernel = GateUpKernel(variant)
-        others = (*others[:2], _matrix(Float32, 1, 4), counters, others[2])
+        others = (*others[:2], matrix(Float32, 1, 4), counters, others[2])
     else:
         kernel = DownKernel(variant)
-        output = _matrix(Float32, 1, 16, 4) if variant.is_dynamic else others[1]
-        others = (others[0], _numbers(BFloat16), counters, output)
+        output = matrix(Float32, 1, 16, 4) if variant.is_dynamic else others[1]
+        others = (others[0], numbers(BFloat16), counters, output)
     return compile_kernel(kernel, *given, *others, Int32(1), arch=arch, options=options)
 
 
-def compile_sum(
-    num_top: int, has_shared: bool, has_residual: bool, arch: str, options: str = ""
-) -> Any:
-    """Compile the last kernel; see `compile_kernel`."""
-    return compile_kernel(
-        SumKernel(num_top, has_shared, has_residual),
-        _matrix(Float32, 1, 16, 4),
-        _matrix(Float32, 1, 4),
-        _numbers(BFloat16),
-        _matrix(BFloat16, 1, 16, 8),
-        arch=arch,
-        options=options,
-    )
-
-
-_compiled_sum = functools.cache(compile_sum)
 _compiled = functools.cache(compile_variant)
 
 # Shared memory of a multiprocessor, less what the system keeps for each block.
@@ -1157,7 +1073,7 @@ class Choice:
     """Which experts the tokens take, and how they are weighed: given, or by the router's logits.
 
     Attributes:
-        choice: ids int32 or int64 [M, K], or logits fp32 [M, E].
+        ids_or_logits: ids int32 or int64 [M, K], or logits fp32 [M, E].
         factors: router weights fp32 [M, K], or the router's bias fp32 [1, E].
         num_top: K.
         scale: of the weights that are chosen.
@@ -1165,7 +1081,7 @@ class Choice:
         counters: int32 [2], zero: blocks draw their tiles by these.
     """
 
-    choice: torch.Tensor
+    ids_or_logits: torch.Tensor
     factors: torch.Tensor
     num_top: int
     scale: float = 1.0
@@ -1175,7 +1091,7 @@ class Choice:
     @property
     def num_logits(self) -> int:
         """Experts that are chosen from, or 0 where ids are given."""
-        return self.choice.shape[1] if self.choice.is_floating_point() else 0
+        return self.ids_or_logits.shape[1] if self.ids_or_logits.is_floating_point() else 0
 
 
 @functools.cache
@@ -1240,10 +1156,10 @@ def _launch(
         normalizes=choice.normalizes,
         is_dynamic=choice.counters is not None,
     )
-    ids_dtype = Int32 if choice.choice.dtype == torch.int32 else Int64
+    ids_dtype = Int32 if choice.ids_or_logits.dtype == torch.int32 else Int64
     run = _compiled(variant, ids_dtype, arch_of(source.device))
     number = num_multiprocessors(source.device)
-    run(source, choice.choice, choice.factors, choice.scale, weight, *others, number)
+    run(source, choice.ids_or_logits, choice.factors, choice.scale, weight, *others, number)
 
 
 def run_gate_up(
@@ -1293,21 +1209,6 @@ def run_down(
         has_shared=shared_down is not None,
         has_residual=residual is not None and choice.counters is None,
     )
-
-
-def run_sum(
-    products: torch.Tensor,
-    chosen: torch.Tensor,
-    num_top: int,
-    residual: torch.Tensor | None,
-    output_MC: torch.Tensor,
-) -> None:
-    """Launch the last kernel, behind one that drew its tiles."""
-    num_tokens = output_MC.shape[0]
-    has_shared = products.shape[0] > num_tokens * num_top
-    arch = arch_of(output_MC.device)
-    run = _compiled_sum(num_top, has_shared, residual is not None, arch)
-    run(products, chosen, output_MC if residual is None else residual, output_MC)
 
 
 def moe_experts_cute(

@@ -6,13 +6,14 @@ expert, E experts, C hidden size, I intermediate size of an expert, J of the sha
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
 
 from glm_compile.ops import _dispatch
 from glm_compile.ops._library import register_op
+from glm_compile.ops._swiglu import swiglu_reference
 from glm_compile.ops.bf16_linear import run_bf16_linear
 from glm_compile.ops.merged_linear import merged_linear
 from glm_compile.ops.moe import router as _router
@@ -22,7 +23,7 @@ from glm_compile.ops.moe.config import (
     draws_tiles,
 )
 from glm_compile.ops.moe.experts import check_experts, moe_experts, why_not_cute
-from glm_compile.ops.moe.reference import moe_experts_reference, swiglu
+from glm_compile.ops.moe.reference import moe_experts_reference
 from glm_compile.ops.rms_norm import rms_norm
 from glm_compile.ops.rms_norm.reference import rms_norm_reference
 
@@ -119,171 +120,148 @@ def moe_layer(
     )
 
 
-def moe_layer_reference(
-    x_MC: torch.Tensor,
-    router_weight_EC: torch.Tensor,
-    router_bias_E: torch.Tensor,
-    top_k: int,
-    normalize: bool,
-    scale: float,
-    gate_up: torch.Tensor,
-    down: torch.Tensor,
-    shared_gate_JC: torch.Tensor,
-    shared_up_JC: torch.Tensor,
-    shared_down_CJ: torch.Tensor,
-    norm_weight_C: torch.Tensor | None,
-    eps: float,
-    residual_MC: torch.Tensor | None,
-) -> torch.Tensor:
+class _Call(NamedTuple):
+    """Arguments of one call, in the op's order; see `moe_layer`."""
+
+    x_MC: torch.Tensor
+    router_weight_EC: torch.Tensor
+    router_bias_E: torch.Tensor
+    top_k: int
+    normalize: bool
+    scale: float
+    gate_up: torch.Tensor
+    down: torch.Tensor
+    shared_gate_JC: torch.Tensor
+    shared_up_JC: torch.Tensor
+    shared_down_CJ: torch.Tensor
+    norm_weight_C: torch.Tensor | None
+    eps: float
+    residual_MC: torch.Tensor | None
+
+
+def moe_layer_reference(call: _Call) -> torch.Tensor:
     """The same in plain torch."""
-    if norm_weight_C is not None:
-        x_MC = rms_norm_reference(x_MC, norm_weight_C, eps)
+    x_MC = call.x_MC
+    if call.norm_weight_C is not None:
+        x_MC = rms_norm_reference(x_MC, call.norm_weight_C, call.eps)
     weights_MK, ids_MK = _router.moe_router_reference(
-        x_MC, router_weight_EC, router_bias_E, top_k, normalize, scale
+        x_MC, call.router_weight_EC, call.router_bias_E, call.top_k, call.normalize, call.scale
     )
-    routed_MC = moe_experts_reference(x_MC, weights_MK, ids_MK, gate_up, down)
-    hidden_MJ = F.silu(F.linear(x_MC, shared_gate_JC)) * F.linear(x_MC, shared_up_JC)
-    sum_MC = routed_MC + F.linear(hidden_MJ, shared_down_CJ)
-    return sum_MC if residual_MC is None else residual_MC + sum_MC
+    routed_MC = moe_experts_reference(x_MC, weights_MK, ids_MK, call.gate_up, call.down)
+    hidden_MJ = F.silu(F.linear(x_MC, call.shared_gate_JC)) * F.linear(x_MC, call.shared_up_JC)
+    sum_MC = routed_MC + F.linear(hidden_MJ, call.shared_down_CJ)
+    return sum_MC if call.residual_MC is None else call.residual_MC + sum_MC
 
 
-def _run_separate(
-    x: torch.Tensor,
-    router_weight: torch.Tensor,
-    router_bias: torch.Tensor,
-    top_k: int,
-    normalize: bool,
-    scale: float,
-    gate_up: torch.Tensor,
-    down: torch.Tensor,
-    shared_gate: torch.Tensor,
-    shared_up: torch.Tensor,
-    shared_down: torch.Tensor,
-    norm_weight: torch.Tensor | None,
-    eps: float,
-    residual: torch.Tensor | None,
-) -> torch.Tensor:
-    if norm_weight is not None:
-        x = rms_norm(x, norm_weight, eps=eps)
-    weights, ids = _router.moe_router(
-        x, router_weight, router_bias, top_k, normalize=normalize, scale=scale
+def _choose(call: _Call, x_MC: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """The router's weights and ids [M, K] for tokens that are normed."""
+    return _router.moe_router(
+        x_MC,
+        call.router_weight_EC,
+        call.router_bias_E,
+        call.top_k,
+        normalize=call.normalize,
+        scale=call.scale,
     )
-    routed = moe_experts(x, weights, ids, gate_up, down)
-    product = merged_linear(x, [shared_gate, shared_up])
+
+
+def _run_separate(call: _Call) -> torch.Tensor:
+    x = call.x_MC
+    if call.norm_weight_C is not None:
+        x = rms_norm(x, call.norm_weight_C, eps=call.eps)
+    weights, ids = _choose(call, x)
+    routed = moe_experts(x, weights, ids, call.gate_up, call.down)
+    product = merged_linear(x, [call.shared_gate_JC, call.shared_up_JC])
     if x.is_cuda and _dispatch.why_no_triton(x) is None:
-        from glm_compile.ops.rms_norm_linear.triton_kernel import swiglu_triton
+        from glm_compile.ops._swiglu_triton import swiglu_triton
 
         hidden = swiglu_triton(product)
     else:
-        hidden = swiglu(product)
+        hidden = swiglu_reference(product)
     if x.dtype == torch.bfloat16:
-        total = run_bf16_linear(hidden, shared_down, None, routed, False, "")
+        total = run_bf16_linear(hidden, call.shared_down_CJ, None, routed, False, "")
     else:
-        total = routed + F.linear(hidden, shared_down)
-    return total if residual is None else residual + total
+        total = routed + F.linear(hidden, call.shared_down_CJ)
+    return total if call.residual_MC is None else call.residual_MC + total
 
 
-def _why_not_cute(
-    x: torch.Tensor,
-    router_weight: torch.Tensor,
-    router_bias: torch.Tensor,
-    top_k: int,
-    normalize: bool,
-    scale: float,
-    gate_up: torch.Tensor,
-    down: torch.Tensor,
-    shared_gate: torch.Tensor,
-    shared_up: torch.Tensor,
-    shared_down: torch.Tensor,
-    norm_weight: torch.Tensor | None,
-    eps: float,
-    residual: torch.Tensor | None,
-) -> str | None:
-    if shared_gate.shape[0] != down.shape[2]:
+def _why_not_cute(call: _Call) -> str | None:
+    num_columns, num_experts = call.x_MC.shape[1], call.router_weight_EC.shape[0]
+    shared_gate, shared_up, norm_weight = call.shared_gate_JC, call.shared_up_JC, call.norm_weight_C
+    if shared_gate.shape[0] != call.down.shape[2]:
         return (
-            f"the shared expert must be as wide as the others, {down.shape[2]}, got "
+            f"the shared expert must be as wide as the others, {call.down.shape[2]}, got "
             f"{shared_gate.shape[0]}"
         )
     for name, weight in (
         ("shared_gate", shared_gate),
         ("shared_up", shared_up),
-        ("shared_down", shared_down),
-        ("the router's weight", router_weight),
+        ("shared_down", call.shared_down_CJ),
+        ("the router's weight", call.router_weight_EC),
     ):
         if weight.stride(1) != 1 or weight.stride(0) % 8 or weight.data_ptr() % 16:
             return f"rows of {name} must be dense, and start at multiples of 16 bytes"
     if shared_gate.stride(0) != shared_up.stride(0):
         return "rows of shared_gate and shared_up must lie equally far apart"
-    if router_weight.dtype not in (torch.float32, torch.bfloat16):
-        return f"the router's weight must be float32 or bfloat16, got {router_weight.dtype}"
-    if router_weight.shape[0] > MAX_CHOSEN_FROM or top_k > WARP or x.shape[1] > MAX_LOGITS_COLUMNS:
+    if call.router_weight_EC.dtype not in (torch.float32, torch.bfloat16):
+        return f"the router's weight must be float32 or bfloat16, got {call.router_weight_EC.dtype}"
+    if num_experts > MAX_CHOSEN_FROM or call.top_k > WARP or num_columns > MAX_LOGITS_COLUMNS:
         return (
             f"at most {WARP} of {MAX_CHOSEN_FROM} experts and {MAX_LOGITS_COLUMNS} features, got "
-            f"{top_k} of {router_weight.shape[0]} and {x.shape[1]}"
+            f"{call.top_k} of {num_experts} and {num_columns}"
         )
     if norm_weight is not None and (norm_weight.stride(0) != 1 or norm_weight.data_ptr() % 16):
         # A copy made just ahead of a kernel that reads it early would come too late.
         return "the norm's weight must be contiguous and start at a multiple of 16 bytes"
-    others = (shared_gate, shared_up, shared_down, router_weight, router_bias, norm_weight)
-    return why_not_cute(x, x.shape[0] * top_k, gate_up, down, *others, residual)
-
-
-def _run_cute(
-    x: torch.Tensor,
-    router_weight: torch.Tensor,
-    router_bias: torch.Tensor,
-    top_k: int,
-    normalize: bool,
-    scale: float,
-    gate_up: torch.Tensor,
-    down: torch.Tensor,
-    shared_gate: torch.Tensor,
-    shared_up: torch.Tensor,
-    shared_down: torch.Tensor,
-    norm_weight: torch.Tensor | None,
-    eps: float,
-    residual: torch.Tensor | None,
-) -> torch.Tensor:
-    from glm_compile.ops.moe.cute_kernel import (
-        Choice,
-        rows_to_load,
-        run_down,
-        run_gate_up,
-        run_sum,
+    return why_not_cute(
+        call.x_MC,
+        call.x_MC.shape[0] * call.top_k,
+        call.gate_up,
+        call.down,
+        shared_gate,
+        shared_up,
+        call.shared_down_CJ,
+        call.router_weight_EC,
+        call.router_bias_E,
+        norm_weight,
+        call.residual_MC,
     )
-    from glm_compile.ops.moe.logits_kernel import run_logits
 
-    num_tokens, num_experts = x.shape[0], router_weight.shape[0]
+
+def _run_cute(call: _Call) -> torch.Tensor:
+    from glm_compile.ops.moe.cute_kernel import Choice, rows_to_load, run_down, run_gate_up
+    from glm_compile.ops.moe.logits_kernel import run_logits
+    from glm_compile.ops.moe.sum_kernel import run_sum
+
+    num_tokens, top_k = call.x_MC.shape[0], call.top_k
     is_dynamic = draws_tiles(num_tokens * top_k)
     # Copies of inputs, if any, come before the first kernel: none of those here waits for others.
-    x, bias = rows_to_load(x), router_bias.float()
-    normed = x if norm_weight is None else torch.empty_like(x)
-    logits = x.new_empty((num_tokens, num_experts), dtype=torch.float32)
+    x, bias = rows_to_load(call.x_MC), call.router_bias_E.float()
+    normed = x if call.norm_weight_C is None else torch.empty_like(x)
+    logits = x.new_empty((num_tokens, call.router_weight_EC.shape[0]), dtype=torch.float32)
     counters = torch.empty(2, dtype=torch.int32, device=x.device)
-    hidden = x.new_empty((num_tokens * (top_k + 1), down.shape[2]))
+    hidden = x.new_empty((num_tokens * (top_k + 1), call.down.shape[2]))
     output = x.new_empty(x.shape)
-    run_logits(x, norm_weight, eps, router_weight, normed, logits, counters)
+    run_logits(x, call.norm_weight_C, call.eps, call.router_weight_EC, normed, logits, counters)
     choice = Choice(
-        logits, bias.view(1, -1), top_k, scale, normalize, counters if is_dynamic else None
+        logits,
+        bias.view(1, -1),
+        top_k,
+        call.scale,
+        call.normalize,
+        counters if is_dynamic else None,
     )
-    shared = (shared_gate, shared_up)
+    shared = (call.shared_gate_JC, call.shared_up_JC)
     if is_dynamic:
         chosen = logits.new_empty((2, num_tokens * top_k))
         products = logits.new_empty((hidden.shape[0], x.shape[1]))
-        run_gate_up(normed, choice, gate_up, shared, chosen, hidden)
-        run_down(hidden, choice, down, shared_down, None, products)
-        run_sum(products, chosen, top_k, residual, output)
+        run_gate_up(normed, choice, call.gate_up, shared, chosen, hidden)
+        run_down(hidden, choice, call.down, call.shared_down_CJ, None, products)
+        run_sum(products, chosen, top_k, call.residual_MC, output)
     else:
-        run_gate_up(normed, choice, gate_up, shared, None, hidden)
-        run_down(hidden, choice, down, shared_down, residual, output)
-
-    def experts() -> tuple[torch.Tensor, ...]:
-        weights, ids = _router.moe_router(
-            normed, router_weight, router_bias, top_k, normalize=normalize, scale=scale
-        )
-        return normed, weights, ids, gate_up, down
-
-    _dispatch.show("moe_experts", experts)
+        run_gate_up(normed, choice, call.gate_up, shared, None, hidden)
+        run_down(hidden, choice, call.down, call.shared_down_CJ, call.residual_MC, output)
+    _dispatch.show("moe_experts", lambda: (normed, *_choose(call, normed), call.gate_up, call.down))
     return output
 
 
@@ -298,7 +276,7 @@ def _run_moe_layer(x: torch.Tensor, *args: Any) -> torch.Tensor:
     if not x.numel():
         return x.new_empty(x.shape)
     *arguments, backend = args
-    result: torch.Tensor = _dispatch.run("moe_layer", _BACKENDS, backend, x, *arguments)
+    result: torch.Tensor = _dispatch.run("moe_layer", _BACKENDS, backend, _Call(x, *arguments))
     return result
 
 

@@ -9,6 +9,8 @@ from __future__ import annotations
 import torch
 import torch.nn.functional as F
 
+from glm_compile.ops._swiglu import swiglu_reference
+
 # Pairs that are multiplied by one copy of an expert's weights, where torch has no grouped product.
 _BLOCK = 16
 # Copies of weights that are alive at a time.
@@ -53,12 +55,6 @@ def sum_experts(
     return weighted.view(*weights_MK.shape, expert_PC.shape[1]).sum(1).to(dtype)
 
 
-def swiglu(gate_up: torch.Tensor) -> torch.Tensor:
-    """silu(gate) * up of rows that hold gates, then ups."""
-    gate, up = gate_up.chunk(2, dim=-1)
-    return F.silu(gate) * up
-
-
 def _by_expert(
     x_MC: torch.Tensor,
     ids_P: torch.Tensor,
@@ -70,7 +66,7 @@ def _by_expert(
     for expert in ids_P.unique().tolist():
         if 0 <= expert < gate_up.shape[0]:
             pairs = (ids_P == expert).nonzero()[:, 0]
-            hidden = swiglu(F.linear(x_MC[pairs // num_top], gate_up[expert]))
+            hidden = swiglu_reference(F.linear(x_MC[pairs // num_top], gate_up[expert]))
             expert_PC[pairs] = F.linear(hidden, down[expert])
     return expert_PC
 
@@ -101,7 +97,7 @@ def _by_blocks(
     for chunk in range(0, num_blocks, _CHUNK):
         some = slice(chunk, chunk + _CHUNK)
         token = pair[some].clamp_max(num_pairs - 1) // num_top
-        hidden = swiglu(x_MC[token] @ gate_up[expert[some]].transpose(1, 2))
+        hidden = swiglu_reference(x_MC[token] @ gate_up[expert[some]].transpose(1, 2))
         product = hidden @ down[expert[some]].transpose(1, 2)
         expert_PC[pair[some].reshape(-1)] = product.reshape(-1, num_hidden)
     return expert_PC[:num_pairs]
@@ -133,7 +129,7 @@ def grouped_products(
     _, order_P, starts_E, counts_E = sort_pairs(ids_MK.reshape(-1), num_experts)
     ends_E = (starts_E + counts_E).to(torch.int32)
     rows_PC = x_MC[order_P // ids_MK.shape[1]]
-    hidden_PI = swiglu(F.grouped_mm(rows_PC, gate_up.transpose(1, 2), offs=ends_E))
+    hidden_PI = swiglu_reference(F.grouped_mm(rows_PC, gate_up.transpose(1, 2), offs=ends_E))
     products_PC = F.grouped_mm(hidden_PI, down.transpose(1, 2), offs=ends_E)
     places_P = torch.empty_like(order_P)
     places_P[order_P] = torch.arange(order_P.shape[0], device=order_P.device)

@@ -137,8 +137,8 @@ def _run_triton(
     deterministic: bool,
     has_swiglu: bool,
 ) -> torch.Tensor:
+    from glm_compile.ops._swiglu_triton import swiglu_triton
     from glm_compile.ops.rms_norm.triton_kernel import rms_norm_triton
-    from glm_compile.ops.rms_norm_linear.triton_kernel import swiglu_triton
 
     normed = rms_norm_triton(x, norm_weight_K, eps)
     product = linear_of_normed(normed, weights, bias, deterministic)

@@ -8,8 +8,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import torch
-import torch.nn.functional as F
 
+from glm_compile.ops._swiglu import swiglu_reference
 from glm_compile.ops.bf16_linear import run_bf16_linear
 from glm_compile.ops.merged_linear import adjacent_block, merged_linear
 from glm_compile.ops.rms_norm.reference import rms_norm_reference
@@ -28,12 +28,6 @@ def rms_norm_linear_reference(
     normed = rms_norm_reference(x, norm_weight_K, eps)
     product = linear_of_normed(normed, weights, bias_N, deterministic)
     return swiglu_reference(product) if has_swiglu else product
-
-
-def swiglu_reference(product: torch.Tensor) -> torch.Tensor:
-    """silu(gate) * up of rows that hold gates, then ups."""
-    gate, up = product.chunk(2, dim=-1)
-    return F.silu(gate) * up
 
 
 def linear_of_normed(

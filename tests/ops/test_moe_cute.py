@@ -122,7 +122,8 @@ def test_error_is_that_of_plain_torch(E, C, I, M, ids):  # noqa: E741
 @pytest.mark.gpu
 @pytest.mark.parametrize("config", CONFIGS)
 def test_every_split_computes_the_same(config):
-    from glm_compile.ops.moe.cute_kernel import Choice, run_down, run_gate_up, run_sum
+    from glm_compile.ops.moe.cute_kernel import Choice, run_down, run_gate_up
+    from glm_compile.ops.moe.sum_kernel import run_sum
 
     x, weights, ids, gate_up, down = make_inputs(6, 12, 1000, 104, 8, device="cuda", ids="any")
     hidden, outputs = [], []
@@ -151,7 +152,7 @@ def test_every_split_computes_the_same(config):
 @pytest.mark.parametrize("has_shared", [True, False])
 def test_sum_compiles(arch, has_shared, tmp_path):
     pytest.importorskip("cutlass")
-    from glm_compile.ops.moe.cute_kernel import compile_sum
+    from glm_compile.ops.moe.sum_kernel import compile_sum
     from tests.compile_only import compile_cute
 
     compiled = compile_cute(
