@@ -46,7 +46,7 @@ def test_equals_the_models_norm(device, dtype, rows, num_columns):
 @pytest.mark.parametrize("rows", [(1,), (2, 3), (0,)])
 @pytest.mark.parametrize("num_columns", [2048, 100, 1])
 def test_swiglu_equals_separate_calls(device, rows, num_columns):
-    from glm_compile.ops.rms_norm_linear.triton_kernel import swiglu_triton
+    from glm_compile.ops._swiglu_triton import swiglu_triton
 
     device = "cpu" if device == "interpreted" else device
     product = (torch.randn(*rows, 2 * num_columns) * 3).bfloat16()
@@ -91,6 +91,29 @@ def test_the_op_is_the_models_norm():
 def test_calls_that_cannot_be_are_refused(x, weight, message):
     with pytest.raises(ValueError, match=message):
         rms_norm(x, weight, eps=EPS)
+
+
+def test_the_op_itself_refuses_a_weight_of_another_dtype():
+    with pytest.raises(ValueError, match="one floating dtype"):
+        torch.ops.glm.rms_norm(torch.zeros(2, 8).bfloat16(), torch.zeros(8), EPS, "")
+
+
+def test_with_many_rows_no_program_starts_early(monkeypatch):
+    from glm_compile.ops.rms_norm import triton_kernel
+
+    seen = []
+
+    class Kernel:
+        def __getitem__(self, grid):
+            return lambda *_args, **keywords: seen.append(
+                (keywords["PDL"], "launch_pdl" in keywords)
+            )
+
+    monkeypatch.setattr(triton_kernel, "rms_norm_kernel", Kernel())
+    monkeypatch.setattr(triton_kernel, "supports_pdl", lambda _device: True)
+    for num_rows in (1, 64, 65):
+        triton_kernel.rms_norm_triton(torch.zeros(num_rows, 8), torch.zeros(8), EPS)
+    assert seen == [(True, True), (True, True), (False, False)]
 
 
 @pytest.mark.gpu
