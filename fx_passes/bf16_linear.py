@@ -74,7 +74,10 @@ class Bf16Linear:
         """The residual in the shape of the op's output: x's rows and the weight's features."""
         num_dims = len(layouts.shape_of(found.x))
         rows = [build.size(found.x, dim) for dim in range(num_dims - 1)]
-        return build.view(residual, [*rows, found.num_out])
+        viewed = build.view(residual, [*rows, found.num_out])
+        if viewed is residual:
+            build.drop_sizes(rows)
+        return viewed
 
 
 def _addition(node: fx.Node) -> tuple[fx.Node, fx.Node] | None:

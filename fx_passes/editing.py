@@ -163,7 +163,7 @@ class Builder:
         viewed = self.view(node, sizes)
         if viewed is node:
             # Only here: those of another caller may be for more than one view.
-            self._drop_sizes(sizes)
+            self.drop_sizes(sizes)
         return viewed
 
     def _size_like(self, node: fx.Node, size: Any) -> Any:
@@ -178,7 +178,7 @@ class Builder:
                     return functools.reduce(lambda a, b: self.call(operator.mul, a, b), parts)
         return -1
 
-    def _drop_sizes(self, sizes: Iterable[Any]) -> None:
+    def drop_sizes(self, sizes: Iterable[Any]) -> None:
         """Erase sizes that were made for a view that is not needed, and are read by nothing."""
         for size in sizes:
             is_own = isinstance(size, fx.Node) and size in self.made
@@ -186,7 +186,7 @@ class Builder:
                 parts = size.args
                 self.graph.erase_node(size)
                 self.made.remove(size)
-                self._drop_sizes(parts)
+                self.drop_sizes(parts)
 
 
 def fake_mode_of(nodes: Iterable[Any]) -> Any:
