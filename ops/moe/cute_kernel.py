@@ -41,7 +41,7 @@ from __future__ import annotations
 
 import functools
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import cutlass
 import cutlass.cute as cute
@@ -130,6 +130,30 @@ class Variant:
         return self.tile // 2 if self.is_gated else self.tile
 
 
+class Plan(NamedTuple):
+    """What a block knows of the choice, in shared memory.
+
+    Attributes:
+        pair_expert: experts of the pairs, or -1.
+        head_expert: of those pairs that are the first of a group.
+        pair_weight: of the pairs.
+        group_expert: experts of the groups.
+        group_pairs: pairs of the groups, or -1.
+        number: of groups, and two places for what was drawn.
+        items: the tile that begins in a stage of the ring.
+        places: of the pairs in the order of the sum.
+    """
+
+    pair_expert: Any
+    head_expert: Any
+    pair_weight: Any
+    group_expert: Any
+    group_pairs: Any
+    number: Any
+    items: Any
+    places: Any
+
+
 class ExpertKernel:
     """What both kernels share: the plan, the ring, the products of a tile."""
 
@@ -164,10 +188,7 @@ class ExpertKernel:
         if self.num_results:
             results = allocator.allocate_tensor(Float32, cute.make_layout(self.num_results), 16)
         pairs = cute.make_layout(MAX_CUTE_PAIRS)
-        # Experts of the pairs, and of those that are the first of a group; weights of the pairs;
-        # experts of the groups, pairs of the groups; number of groups, and two places for what was
-        # drawn; the tile that begins in a stage; places of the pairs in the order of the sum.
-        plan = (
+        plan = Plan(
             allocator.allocate_tensor(Int32, pairs, 16),
             allocator.allocate_tensor(Int32, pairs, 16),
             allocator.allocate_tensor(Float32, pairs, 16),
@@ -197,7 +218,9 @@ class ExpertKernel:
         `choice` and `factors` are ids and router weights, or logits and the router's bias.
         """
         v = self.v
-        pair_expert, head_expert, pair_weight, group_expert, group_pairs, number, _, places = plan
+        pair_expert, head_expert, pair_weight = plan.pair_expert, plan.head_expert, plan.pair_weight
+        group_expert, group_pairs = plan.group_expert, plan.group_pairs
+        number, places = plan.number, plan.places
         tid, _, _ = cute.arch.thread_idx()
         own = tid - self.num_consumers
         num_loading = v.num_loaders * WARP
@@ -337,7 +360,7 @@ class ExpertKernel:
         rows = features
         if cutlass.const_expr(v.is_gated):
             rows = features * 2
-        items = shared_address(plan[6].iterator)
+        items = shared_address(plan.items.iterator)
         for step in cutlass.range(v.num_steps, unroll=1):
             column = step * v.stage_columns
             num_bytes = Int32(v.stage_columns * 2)
@@ -378,7 +401,7 @@ class ExpertKernel:
         first tile is its own; the next is drawn while one is on its way.
         """
         v = self.v
-        group_expert, number = plan[3], plan[5]
+        group_expert, number = plan.group_expert, plan.number
         block, _, _ = cute.arch.block_idx()
         num_blocks, _, _ = cute.arch.grid_dim()
         loader = cute.arch.make_warp_uniform(cute.arch.warp_idx()) - v.num_warps
@@ -403,7 +426,7 @@ class ExpertKernel:
             turn += 1
         # No tile begins in this stage: the others are to end.
         slot, phase = place
-        item_address = shared_address(plan[6].iterator) + slot * 4
+        item_address = shared_address(plan.items.iterator) + slot * 4
         cute.arch.mbarrier_wait(barriers.iterator + v.num_stages + slot, phase)
         with cute.arch.elect_one():
             if loader == 0:
@@ -415,7 +438,7 @@ class ExpertKernel:
         """The tile that begins at a place of the ring, or -1."""
         slot, phase = place
         cute.arch.mbarrier_wait(barriers.iterator + slot, phase)
-        return load_shared(shared_address(plan[6].iterator) + slot * 4)
+        return load_shared(shared_address(plan.items.iterator) + slot * 4)
 
     def _num_items(self, num_groups) -> Int32:
         """Tiles that are drawn."""
@@ -675,7 +698,7 @@ class GateUpKernel(ExpertKernel):
         cute.arch.griddepcontrol_wait()
         cute.arch.griddepcontrol_launch_dependents()
         self._plan(*choice, weight.shape[0], plan)
-        group_expert, number = plan[3], plan[5]
+        group_expert, number = plan.group_expert, plan.number
         if cutlass.const_expr(v.is_dynamic):
             self._keep_choice(choice[0].shape[0], chosen, plan)
             self._load_items(weight, counters, ring, plan, barriers, place)
@@ -701,16 +724,16 @@ class GateUpKernel(ExpertKernel):
         own = tid - self.num_consumers
         if block == 0 and own < num_tokens * self.v.num_top:
             # A pair of no expert counts nothing, whatever its weight.
-            place = plan[7][own]
-            chosen[0, place] = Float32(Int32(plan[0][own] >= 0))
-            chosen[1, place] = plan[2][own]
+            place = plan.places[own]
+            chosen[0, place] = Float32(Int32(plan.pair_expert[own] >= 0))
+            chosen[1, place] = plan.pair_weight[own]
 
     @cute.jit
     def _multiply(self, x, output, num_tokens, ring, sums, plan, barriers) -> None:
         v = self.v
         x_row = cute.arch.lane_idx() // 4
         place = (Int32(0), Int32(0))
-        group_pairs, number = plan[4], plan[5]
+        group_pairs, number = plan.group_pairs, plan.number
         if cutlass.const_expr(v.has_shared):
             has_token = Int32(x_row < num_tokens)
             token_parts = self._load_x(x, x_row * has_token, has_token)
@@ -850,7 +873,7 @@ class DownKernel(ExpertKernel):
     @cute.jit
     def _load(self, choice, weight, shared_down, ring, plan, barriers, start, end) -> None:
         v = self.v
-        group_expert, number = plan[3], plan[5]
+        group_expert, number = plan.group_expert, plan.number
         place = (Int32(0), Int32(1))
         row_bytes = Int64(weight.stride[1]) * 2
         first = start
@@ -878,7 +901,7 @@ class DownKernel(ExpertKernel):
         self, hidden, residual, output, ring, sums, results, plan, barriers, start, end
     ) -> None:
         v = self.v
-        group_pairs, number = plan[4], plan[5]
+        group_pairs, number = plan.group_pairs, plan.number
         num_tokens = output.shape[0]
         x_row = cute.arch.lane_idx() // 4
         place = (Int32(0), Int32(0))
@@ -930,7 +953,7 @@ class DownKernel(ExpertKernel):
     ) -> None:
         """Products of the pairs, then of the shared expert with the tokens, as rows of output."""
         v = self.v
-        group_pairs, number = plan[4], plan[5]
+        group_pairs, number = plan.group_pairs, plan.number
         tid, _, _ = cute.arch.thread_idx()
         x_row = cute.arch.lane_idx() // 4
         place = (Int32(0), Int32(0))
@@ -966,7 +989,7 @@ class DownKernel(ExpertKernel):
                 if row < GROUP and feature < features:
                     own_pair = Int32(group_pairs[group * GROUP + row])
                     if own_pair >= 0:
-                        output[plan[7][own_pair], first + feature] = self._sum_of_warps(
+                        output[plan.places[own_pair], first + feature] = self._sum_of_warps(
                             sums, row * self.sum_pitch + feature
                         )
             item = self._next_item(plan, barriers, place)
@@ -997,7 +1020,7 @@ class DownKernel(ExpertKernel):
     @cute.jit
     def _add_group(self, sums, results, plan, group) -> None:
         v = self.v
-        pair_weight, group_pairs = plan[2], plan[4]
+        pair_weight, group_pairs = plan.pair_weight, plan.group_pairs
         tid, _, _ = cute.arch.thread_idx()
         for i in cutlass.range_constexpr(self._num_own()):
             index = tid + i * self.num_consumers
