@@ -10,8 +10,8 @@ from dataclasses import dataclass
 # Pairs of a token and an expert that one launch takes: 16 tokens of 8 experts, twice.
 MAX_PAIRS = 256
 # Up to so many pairs the CuTe kernels are the faster ones for experts alone: Triton's programs are
-# too few to share the GPU out evenly (one, two, three tokens of 8 experts on an H200: 147 us to 170,
-# 287 to 291, 425 to 412). Whole layers take them for every number of tokens that they take.
+# too few to share the GPU out evenly (one, two, three tokens of 8 experts on an H200: 147 us to
+# 170, 287 to 291, 425 to 412). Whole layers use them wherever they can run.
 CUTE_PAIRS = 16
 # Pairs and tokens that the CuTe kernels take: a shared expert's tokens are one product's rows.
 MAX_CUTE_PAIRS = 128
@@ -101,9 +101,9 @@ def stream_config_for(num_columns: int, *, is_gated: bool) -> StreamConfig:
 def draws_tiles(num_pairs: int) -> bool:
     """Whether blocks of a layer's kernels draw their tiles, which costs a launch for the sums.
 
-    Blocks do not get equal shares of the memory's bandwidth; those that draw end together. That pays
-    for as many pairs as a token of the release has, whosever they are (160 us a layer to 163, on an
-    H200). With more of them what is multiplied has to be loaded anew for each tile that is drawn: no
-    faster, and slower where tokens share experts (six tokens: 192 to 176).
+    Blocks do not get equal shares of the memory's bandwidth; those that draw end together. That
+    pays for as many pairs as one token of the release has, whosever they are (160 us a layer to
+    163, on an H200). With more of them what is multiplied has to be loaded anew for each tile that
+    is drawn: no faster, and slower where tokens share experts (six tokens: 192 to 176).
     """
     return num_pairs <= CUTE_PAIRS // 2
