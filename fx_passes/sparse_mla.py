@@ -124,10 +124,11 @@ def _replace(graph: fx.Graph, call: _Call, found: ExpandedLatents) -> list[str]:
     glm = torch.ops.glm
     reasons: list[str] = []
     build = Builder(graph, call.node, call.node)
-    batch, tokens = build.size(call.q, 0), build.size(call.q, 2)
     num_heads = layouts.shape_of(call.q)[1]
     weight = found.kv_b.weight
     q_nope, q_rot = _parts(build, call.q, found.num_nope)
+    # Of what stays: a size keeps what it is read from.
+    batch, tokens = build.size(q_nope, 0), build.size(q_nope, 2)
     tables: tuple[Any, ...] = (None, None, True)
     try:
         rope = rotations.rope(q_rot, "rope of q", token_dim=2, is_part=True)

@@ -70,7 +70,7 @@ def test_one_launch_lies_between_the_projections_and_the_absorbed_product(tier, 
 
 
 @pytest.mark.parametrize("kind", ["static", "dynamic"])
-def test_other_caches_store_as_they_did(kind):
+def test_other_caches_keep_their_own_store(kind):
     """Their latents are stored by the cache's own code; the query is rotated in the product."""
     model = small_model(dtype=BF16)
     report = glm_compile.explain(model, 2, 6, 100, kind)
