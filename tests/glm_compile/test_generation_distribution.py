@@ -45,7 +45,7 @@ class LevelMtp:
         self.level_V = level_V
         self.is_index_shared = inner.is_index_shared
         self.extend, self.draft = inner.extend, inner.draft
-        self.gather_seed = inner.gather_seed
+        self.gather_seed, self.embed_positions = inner.gather_seed, inner.embed_positions
 
     def compute_logits(self, hidden: torch.Tensor) -> torch.Tensor:
         return 0.5 * self.inner.compute_logits(hidden) + self.level_V
