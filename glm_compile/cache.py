@@ -503,6 +503,12 @@ class PagedCache(Cache):
     def _check_step(self, key_states: torch.Tensor, layer_idx: int) -> None:
         self._check_layer(layer_idx)
         if key_states.shape[0] != self._batch_size:
+            if torch.compiler.is_compiling():
+                # Dynamo may know the sizes as symbols only, which it cannot write.
+                raise ValueError(
+                    "PagedCache was made for another batch_size than this step has sequences (beam "
+                    "search and num_return_sequences multiply the batch); make it with that one"
+                )
             raise ValueError(
                 f"PagedCache was made for batch_size={self._batch_size}, but this step has "
                 f"{key_states.shape[0]} sequences (beam search and num_return_sequences multiply "

@@ -12,7 +12,7 @@ import sys
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, nullcontext
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -37,6 +37,9 @@ from glm_compile.generation.request import (
     wants_cuda_graph,
 )
 from glm_compile.generation.steps import Steps, unwrap_compiled
+
+if TYPE_CHECKING:
+    from rich.progress import Progress, TaskID
 
 # Arguments of transformers' `generate` that a custom_generate never sees, or a cache to go on from.
 _UNSUPPORTED_ARGUMENTS = (
@@ -321,7 +324,7 @@ def warmup(
             start = time.perf_counter()
             prompt = torch.ones(batch_size, 3, dtype=torch.long, device=device)
             for count in dict.fromkeys((*lengths, 0)):
-                with listening(lambda _report, task=task: progress.advance(task)):  # type: ignore[misc]
+                with listening(lambda _report, task=task: _advance(progress, task)):  # type: ignore[misc]
                     generate(
                         model,
                         prompt,
@@ -340,6 +343,16 @@ def warmup(
                     _capture_ahead(model, mtp, prompt, count, max_cache_len)
             seconds[batch_size] = time.perf_counter() - start
     return seconds
+
+
+def _advance(progress: Progress, task: TaskID) -> None:
+    """Count a graph; where no bar can move (a file, a pipe), in a line of its own."""
+    progress.advance(task)
+    if not progress.console.is_terminal and not progress.disable:
+        (now,) = (t for t in progress.tasks if t.id == task)
+        if not now.finished:
+            count = f"{now.completed:.0f}/{now.total:.0f} graphs"
+            progress.console.print(f"{now.description}: {count}, {now.elapsed:.0f} s")
 
 
 @contextmanager
