@@ -365,7 +365,9 @@ def split_phases(kernels: Sequence[Mapping[str, Any]]) -> list[Span]:
         part = kernels[start:stop]
         if part:
             end = max(event["ts"] + event["dur"] for event in part)
-            spans.append(Span(label, part[0]["ts"], end))
+            # A kernel that starts early waits for the phase before.
+            begin = max(part[0]["ts"], spans[-1].end) if spans else part[0]["ts"]
+            spans.append(Span(label, begin, end))
     return spans
 
 

@@ -54,6 +54,17 @@ def test_phases_are_told_by_the_kernels_that_end_them() -> None:
     )
 
 
+def test_a_kernel_that_starts_early_waits_for_the_phase_before() -> None:
+    events = make_events(3)
+    for event in events:
+        if event["name"] == "row_argmax_kernel":
+            event["ts"] -= 1.5
+            event["dur"] += 1.5
+    times = phase_times(read_trace(events))
+    # Verify ends where its last layer does; the argmax counts from there.
+    assert (times["verify"], times["accept"]) == pytest.approx((35.5, 6.0))
+
+
 def test_time_of_kernels_is_what_they_add() -> None:
     """The second starts before the first has ended, the third ends with the second."""
     spans = [
