@@ -162,24 +162,12 @@ _LONG = (
 # `python -m glm_compile.ops.topk.tune`; in microseconds, where the shape itself was measured.
 CUTE_TABLE: tuple[tuple[int | None, tuple[Variant, ...]], ...] = (
     (
-        3,
-        (
-            _registers(8, 256, 4),
-            _registers(8, 512, 8),
-            _registers(16, 256, 20, 8, 4096),
-            _registers(16, 512, 16, 8, 4096),
-            *_LONG,
-        ),
-    ),
-    (
         7,
         (
             _registers(8, 256, 4),  # 6 rows of 8K: 3.2
             _registers(8, 512, 8),  # 6 rows of 32K: 4.3
             _registers(16, 256, 20, 8, 4096),  # 6 rows of 80K: 5.2
-            # 6 rows of 128K: 7.3. Clusters of 16 take 6.2, but leave the weights behind so few
-            # multiprocessors that a layer's indexer takes 1.5 us more.
-            _registers(8, 1024, 16, 8, 4096),
+            _registers(16, 512, 16, 8, 4096),  # 6 rows of 128K: 6.2
             *_LONG,  # 6 rows of 256K: 7.6, of 1M: 13.1; constant ones 18.8 and 22.0
         ),
     ),

@@ -476,6 +476,19 @@ class TestBatch:
         with pytest.raises(ValueError, match="batch_size=1, but this step has 2 sequences"):
             step(model, random_ids(2, 5), PagedCache(model.config, 1, 64))
 
+    def test_another_batch_is_refused_where_sizes_are_symbols(self):
+        cache = PagedCache(tiny_config(), 2, 8)
+        layer = cache.layers[0]
+        keys = torch.zeros(3, 1, 1, layer.latent_pages.shape[-1])
+        torch._dynamo.mark_dynamic(keys, 0)
+
+        def step(keys):
+            cache._check_step(keys, 0)
+            return keys + 1
+
+        with pytest.raises(torch._dynamo.exc.Unsupported, match="for another batch_size than this"):
+            torch.compile(step, backend="eager", fullgraph=True, dynamic=True)(keys)
+
 
 class TestTensors:
     @pytest.mark.parametrize("index_dtype", [None, FP8])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import io
 from typing import Any
 
 import pytest
@@ -617,6 +618,24 @@ def test_a_model_that_is_none_is_named(model: Any) -> None:
         glm_compile.generate((model, None), torch.ones(1, 3, dtype=torch.long))
     with pytest.raises(ValueError, match="got Linear"):
         glm_compile.warmup(torch.nn.Linear(2, 2))
+
+
+def test_a_file_gets_a_line_for_each_graph():
+    from rich.console import Console
+    from rich.progress import Progress
+
+    from glm_compile.generation.api import _advance
+
+    for is_terminal in (False, True):
+        text = io.StringIO()
+        console = Console(file=text, force_terminal=is_terminal, width=100)
+        progress = Progress(console=console, auto_refresh=False)
+        task = progress.add_task("compiling", total=3)
+        for _ in range(3):
+            _advance(progress, task)
+        lines = [line.split(" graphs")[0] for line in text.getvalue().splitlines()]
+        # The last one is the bar's own.
+        assert lines == ([] if is_terminal else ["compiling: 1/3", "compiling: 2/3"])
 
 
 def test_an_mtp_layer_of_another_dtype_is_named(model: Any) -> None:
