@@ -20,8 +20,11 @@ import torch
 from glm_compile.bench import READ_BANDWIDTH
 
 CALLS_PER_GRAPH = 24
-REPLAYS = 50
-WARMUP_REPLAYS = 5
+REPLAYS, LEAST_REPLAYS = 50, 5
+# Seconds of replays for a case: those that take long vary little.
+REPLAY_SECONDS = 0.2
+# Calls of so many seconds each are in a graph no more often than there are inputs.
+LONG_CALL = 5e-3
 CPU_ROUNDS = 5
 
 
@@ -60,25 +63,44 @@ def printed(
 
 def time_replays(fn: Callable[..., Any], inputs: Sequence[tuple]) -> list[float]:
     """Seconds a call, one sample a replay of a graph that holds every input at least once."""
-    calls = math.ceil(CALLS_PER_GRAPH / len(inputs)) * len(inputs)
     stream = torch.cuda.Stream()
-    with torch.cuda.stream(stream):
-        for arguments in inputs:
+    stream.wait_stream(torch.cuda.current_stream())
+
+    def call(arguments: tuple) -> None:
+        with torch.cuda.stream(stream):
             fn(*arguments)
-    stream.synchronize()
+
+    for arguments in inputs:
+        call(arguments)
+    # Launches count in this one; they are far from being long.
+    is_long = _event_seconds(lambda: call(inputs[0]), stream) > LONG_CALL
+    rounds = 1 if is_long else math.ceil(CALLS_PER_GRAPH / len(inputs))
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph, stream=stream):
-        for i in range(calls):
-            fn(*inputs[i % len(inputs)])
-    for _ in range(WARMUP_REPLAYS):
+        for arguments in [*inputs] * rounds:
+            fn(*arguments)
+    replays = int(REPLAY_SECONDS / _event_seconds(graph.replay))
+    replays = min(REPLAYS, max(LEAST_REPLAYS, replays))
+    for _ in range(replays // 10):
         graph.replay()
-    events = [[torch.cuda.Event(enable_timing=True) for _ in range(2)] for _ in range(REPLAYS)]
+    events = [[torch.cuda.Event(enable_timing=True) for _ in range(2)] for _ in range(replays)]
     for start, end in events:
         start.record()
         graph.replay()
         end.record()
     torch.cuda.synchronize()
+    calls = rounds * len(inputs)
     return [start.elapsed_time(end) * 1e-3 / calls for start, end in events]
+
+
+def _event_seconds(fn: Callable[[], Any], stream: torch.cuda.Stream | None = None) -> float:
+    """Seconds on the GPU of one call that works on `stream`."""
+    start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+    start.record(stream)
+    fn()
+    end.record(stream)
+    end.synchronize()
+    return start.elapsed_time(end) * 1e-3
 
 
 def time_on_cpu(fn: Callable[..., Any], inputs: Sequence[tuple]) -> list[float]:

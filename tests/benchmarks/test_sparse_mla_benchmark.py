@@ -66,21 +66,6 @@ def plain_torch(q_RHC: torch.Tensor, pages: torch.Tensor, slots_RK: torch.Tensor
     return torch.cat(parts)
 
 
-def seconds_of_torch(q_RHC: torch.Tensor, pages: torch.Tensor, slots: list[tuple]) -> float:
-    """Few rows as ours are timed; many, which take milliseconds, by events around single calls."""
-    if len(q_RHC) <= 64:
-        return statistics.median(time_replays(lambda rows: plain_torch(q_RHC, pages, rows), slots))
-    samples = []
-    for slots_RK in (slots * 4)[:4]:
-        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-        start.record()
-        plain_torch(q_RHC, pages, *slots_RK)
-        end.record()
-        end.synchronize()
-        samples.append(start.elapsed_time(end) * 1e-3)
-    return statistics.median(samples[1:])
-
-
 @pytest.mark.parametrize("num_heads", NUM_HEADS)
 @pytest.mark.parametrize("num_rows", NUM_ROWS)
 def test_sparse_mla(
@@ -124,7 +109,7 @@ def test_sparse_mla(
     want = plain_torch(q, pages, slots[0][0])
     assert (got.float() - want.float()).abs().max() <= 0.02 * want.float().abs().max()
     if IS_GPU and not benchmark.disabled:
-        of_torch = seconds_of_torch(q, pages, slots)
+        of_torch = statistics.median(time_replays(lambda rows: plain_torch(q, pages, rows), slots))
         seconds = benchmark.extra_info["median_us"] * 1e-6
         benchmark.extra_info["times_torch"] = of_torch / seconds
         table.append((num_rows, num_heads, seconds, of_torch, num_bytes, flops))
