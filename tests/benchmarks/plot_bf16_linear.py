@@ -10,15 +10,14 @@ Shape legend: M rows, K in features, N out features.
 
 from __future__ import annotations
 
-import argparse
 import collections
-import json
 import statistics
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from glm_compile.ops.bf16_linear.tune import SHAPES
+from tests.benchmarks import plotting
 
 # Weights with a line of their own: what a layer of the release reads on one device.
 DRAWN = [(2784, 6144), (20480, 2048), (6144, 16384), (2048, 2048), (6144, 2048)]
@@ -68,11 +67,7 @@ def _by_number_of_devices() -> list[tuple[str, list[tuple[int, int]]]]:
 
 def plot(times: Sequence[Mapping[str, Any]], target: Path) -> None:
     """Write the plot: geometric means on the left, single weights on the right."""
-    import matplotlib
-
-    matplotlib.use("Agg")
-    from matplotlib import pyplot
-
+    pyplot = plotting.load_pyplot()
     lines = read_lines(times)
     figure, panels = pyplot.subplots(1, 2, figsize=(10, 4), sharey=True)
     for name, points in lines.items():
@@ -94,13 +89,9 @@ def plot(times: Sequence[Mapping[str, Any]], target: Path) -> None:
     figure.savefig(target, dpi=150)
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("report", type=Path, help="JSON of tune or of pytest-benchmark")
-    parser.add_argument("target", type=Path, help="image to write")
-    options = parser.parse_args()
-    plot(read_times(json.loads(options.report.read_text(encoding="utf-8"))), options.target)
-
-
 if __name__ == "__main__":
-    main()
+    plotting.run(
+        __doc__,
+        "JSON of tune or of pytest-benchmark",
+        lambda report, target: plot(read_times(report), target),
+    )

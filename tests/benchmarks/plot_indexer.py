@@ -5,12 +5,12 @@ python -m tests.benchmarks.plot_indexer indexer.json indexer_latency.png
 
 from __future__ import annotations
 
-import argparse
 import collections
-import json
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
+
+from tests.benchmarks import plotting
 
 LABELS = {
     ("exact", "inductor"): "transformers, torch.compile (Inductor)",
@@ -34,11 +34,7 @@ def read_lines(report: Mapping[str, Any], num_rows: int) -> Lines:
 
 def plot(report: Mapping[str, Any], target: Path, rows: Sequence[int] = (1, 6)) -> None:
     """Write the plot, one panel for each number of query rows."""
-    import matplotlib
-
-    matplotlib.use("Agg")
-    from matplotlib import pyplot
-
+    pyplot = plotting.load_pyplot()
     figure, panels = pyplot.subplots(1, len(rows), figsize=(5 * len(rows), 4), sharey=True)
     for panel, num_rows in zip([panels] if len(rows) == 1 else panels, rows):
         draw(panel, read_lines(report, num_rows), LABELS)
@@ -69,13 +65,5 @@ def _short(num_tokens: int) -> str:
     return f"{num_tokens >> 20}M" if num_tokens >= 1 << 20 else f"{num_tokens >> 10}K"
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("report", type=Path, help="JSON report of pytest-benchmark")
-    parser.add_argument("target", type=Path, help="image to write")
-    options = parser.parse_args()
-    plot(json.loads(options.report.read_text(encoding="utf-8")), options.target)
-
-
 if __name__ == "__main__":
-    main()
+    plotting.run(__doc__, "JSON report of pytest-benchmark", plot)

@@ -5,14 +5,13 @@ python -m tests.benchmarks.plot_slice slice.json slice_step.png
 
 from __future__ import annotations
 
-import argparse
 import collections
-import json
 import statistics
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from tests.benchmarks import plotting
 from tests.benchmarks.plot_indexer import draw
 
 LABELS = {
@@ -51,11 +50,7 @@ def read_floor(times: list[Mapping[str, Any]], query_len: int) -> float | None:
 
 def plot(times: list[Mapping[str, Any]], target: Path, query_lens: Sequence[int] = (1, 6)) -> None:
     """Write the plot, one panel for each number of query tokens."""
-    import matplotlib
-
-    matplotlib.use("Agg")
-    from matplotlib import pyplot
-
+    pyplot = plotting.load_pyplot()
     figure, panels = pyplot.subplots(
         1, len(query_lens), figsize=(5 * len(query_lens), 4), sharey=True, squeeze=False
     )
@@ -86,13 +81,9 @@ def plot(times: list[Mapping[str, Any]], target: Path, query_lens: Sequence[int]
     figure.savefig(target, dpi=150)
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("report", type=Path, help="JSON of pytest-benchmark or glm-compile bench")
-    parser.add_argument("target", type=Path, help="image to write")
-    options = parser.parse_args()
-    plot(read_times(json.loads(options.report.read_text(encoding="utf-8"))), options.target)
-
-
 if __name__ == "__main__":
-    main()
+    plotting.run(
+        __doc__,
+        "JSON of pytest-benchmark or glm-compile bench",
+        lambda report, target: plot(read_times(report), target),
+    )

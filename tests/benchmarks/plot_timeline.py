@@ -16,6 +16,7 @@ from typing import Any
 
 import torch
 
+from tests.benchmarks import plotting
 from tests.benchmarks.decoding_runs import (
     PHASES,
     Span,
@@ -46,11 +47,7 @@ def window(trace: Trace, first: int = 2) -> tuple[float, float]:
 
 def plot(trace: Trace, target: Path, title: str) -> None:
     """Write the picture: a row for the GPU, one for the host."""
-    import matplotlib
-
-    matplotlib.use("Agg")
-    from matplotlib import pyplot
-
+    pyplot = plotting.load_pyplot()
     start, end = window(trace)
     figure, axes = pyplot.subplots(figsize=(11, 2.6))
     for iteration in trace.iterations:
