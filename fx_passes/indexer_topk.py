@@ -155,6 +155,7 @@ class IndexerTopk:
                 key_mask,
                 tokens,
                 is_causal,
+                None,
                 "",
             )
         width = layouts.shape_of(anchor)[-1]

@@ -89,6 +89,7 @@ class Variant:
         start_dtype: None without starts.
         has_mask: whether there is a key mask.
         is_causal: lengths are tokens cached before the step, one number a sequence.
+        settled_dtype: None where keys are asked for once the kernels ahead have ended.
         has_weight_pairs: weights are fp32, and those of two adjacent heads one aligned load.
         num_stages: pages in flight, at most; at least 4.
         use_pdl: start before the kernels ahead have ended.
@@ -104,8 +105,13 @@ class Variant:
     has_mask: bool = False
     has_weight_pairs: bool = False
     is_causal: bool = False
+    settled_dtype: torch.dtype | None = None
     num_stages: int = 16
     use_pdl: bool = True
+
+    @property
+    def has_prefetch(self) -> bool:
+        return self.settled_dtype is not None
 
     @property
     def is_fp8(self) -> bool:
@@ -153,6 +159,7 @@ class IndexerScoresKernel:
         lengths: cute.Tensor,
         starts: cute.Tensor | None,
         mask: cute.Tensor | None,
+        settled: cute.Tensor | None,
         scores: cute.Tensor,
         num_queries: Int32,
         num_tiles: Int32,
@@ -200,6 +207,7 @@ class IndexerScoresKernel:
             lengths,
             starts,
             mask,
+            settled,
             scores,
             num_queries,
             num_tiles,
@@ -227,6 +235,7 @@ class IndexerScoresKernel:
         lengths: cute.Tensor,
         starts: cute.Tensor | None,
         mask: cute.Tensor | None,
+        settled: cute.Tensor | None,
         scores: cute.Tensor,
         num_queries: Int32,
         num_tiles: Int32,
@@ -279,9 +288,9 @@ class IndexerScoresKernel:
         if warp >= _LOADER:
             cute.arch.setmaxregister_decrease(_REGISTERS_TO_LOAD)
             if warp == _LOADER:
-                # Everything below may come from the kernel ahead.
-                cute.arch.griddepcontrol_wait()
-                cute.arch.griddepcontrol_launch_dependents()
+                if cutlass.const_expr(not v.has_prefetch):
+                    # Everything below may come from the kernel ahead.
+                    self._wait_for_kernels_ahead()
                 if num_tiles > 1:
                     self._make_plan(plan, windows, num_tiles)
                     cute.arch.sync_warp()
@@ -291,6 +300,7 @@ class IndexerScoresKernel:
                     (key_atom, key_coords, query_atom, query_coords),
                     keys,
                     table,
+                    settled,
                     windows,
                     rings,
                     signals,
@@ -299,14 +309,17 @@ class IndexerScoresKernel:
                 )
         else:
             cute.arch.setmaxregister_increase(_REGISTERS_TO_SCORE)
-            cute.arch.griddepcontrol_wait()
-            cute.arch.griddepcontrol_launch_dependents()
+            self._wait_for_kernels_ahead()
             if num_tiles > 1:
                 cute.arch.mbarrier_wait(has_plan, 0)
                 cute.arch.sync_warp()
             self._score(
                 weights, mask, scores, softmax_scale, windows, rings, signals, plan, num_tiles
             )
+
+    def _wait_for_kernels_ahead(self) -> None:
+        cute.arch.griddepcontrol_wait()
+        cute.arch.griddepcontrol_launch_dependents()
 
     @cute.jit
     def _window_of_row(self, windows, sequence, query, i) -> tuple[Int32, Int32]:
@@ -433,7 +446,7 @@ class IndexerScoresKernel:
         return entry
 
     @cute.jit
-    def _load(self, atoms, keys, table, windows, rings, signals, plan, num_tiles) -> None:
+    def _load(self, atoms, keys, table, settled, windows, rings, signals, plan, num_tiles) -> None:
         """Keep the ring full; one warp."""
         v = self.v
         key_atom, key_coords, query_atom, query_coords = atoms
@@ -462,8 +475,11 @@ class IndexerScoresKernel:
             if num_tiles == 1:
                 following = self._entries(table, Int32(0), Int32(block), step)
                 is_asked_for = Boolean(True)
-        if num_tiles == 1:
-            self._load_query(queries, Int32(0), Int32(0))
+        # Whether the kernels ahead have ended, so that queries and new keys are there.
+        has_waited = Boolean(not v.has_prefetch)
+        if cutlass.const_expr(not v.has_prefetch):  # noqa: SIM102 - decided while tracing
+            if num_tiles == 1:
+                self._load_query(queries, Int32(0), Int32(0))
         sequence, query, page, end, rest = self._first_piece(plan, windows, num_tiles)
         has_pages = page < end
         # Keys are read once, or again by the next tile of a long step.
@@ -478,14 +494,14 @@ class IndexerScoresKernel:
         is_going = page < end or rest > 0
         while is_going:
             if page < end:
-                if num_tiles > 1:
+                row = sequence * num_queries + query
+                if num_tiles > 1 and has_waited:
                     cute.arch.mbarrier_wait(is_query_free + query_slot, query_phase)
                     cute.arch.sync_warp()
-                    self._load_query(queries, sequence * num_queries + query, query_slot)
-                query_slot += 1
-                if query_slot == self.num_query_stages:
-                    query_slot = Int32(0)
-                    query_phase ^= 1
+                    self._load_query(queries, row, query_slot)
+                num_settled = Int32(0)
+                if cutlass.const_expr(v.has_prefetch):
+                    num_settled = clamp_index(settled[sequence], windows[3]) // _PAGE
                 entries = Int32(0)
                 if cutlass.const_expr(table is not None):  # noqa: SIM102 - decided while tracing
                     if not is_asked_for:
@@ -498,6 +514,11 @@ class IndexerScoresKernel:
                             entries = following
                             following = self._entries(table, sequence, at + WARP * step, step)
                         entry = cute.arch.shuffle_sync(entries, i % WARP)
+                    if cutlass.const_expr(v.has_prefetch):  # noqa: SIM102 - decided while tracing
+                        if not has_waited and (at >= num_settled or i == self.num_stages):
+                            self._wait_for_kernels_ahead()
+                            self._load_query(queries, row, query_slot)
+                            has_waited = Boolean(True)
                     i += 1
                     cute.arch.mbarrier_wait(is_empty + slot, phase)
                     cute.arch.sync_warp()
@@ -516,12 +537,22 @@ class IndexerScoresKernel:
                     if slot == self.num_stages:
                         slot = Int32(0)
                         phase ^= 1
+                if cutlass.const_expr(v.has_prefetch):  # noqa: SIM102 - decided while tracing
+                    if not has_waited:
+                        self._wait_for_kernels_ahead()
+                        self._load_query(queries, row, query_slot)
+                        has_waited = Boolean(True)
+                query_slot += 1
+                if query_slot == self.num_query_stages:
+                    query_slot = Int32(0)
+                    query_phase ^= 1
             is_going = rest > 0
             if is_going:
                 sequence, query, page, end, rest = self._next_piece(windows, sequence, query, rest)
-        if num_tiles == 1 and not has_pages:
-            # Nobody waits for the queries, and a block must not end before its copies.
-            cute.arch.mbarrier_wait(has_query, 0)
+        if cutlass.const_expr(not v.has_prefetch):  # noqa: SIM102 - decided while tracing
+            if num_tiles == 1 and not has_pages:
+                # Nobody waits for the queries, and a block must not end before its copies.
+                cute.arch.mbarrier_wait(has_query, 0)
 
     @cute.jit
     def _load_page(
@@ -909,6 +940,7 @@ def compile_variant(variant: Variant, arch: str, options: str = "") -> Any:
         tensor(v.length_dtype, 1, v.length_dtype.itemsize),
         None if v.start_dtype is None else tensor(v.start_dtype, 1, v.start_dtype.itemsize),
         tensor(torch.uint8, 3, 1) if v.has_mask else None,
+        None if v.settled_dtype is None else tensor(v.settled_dtype, 1, v.settled_dtype.itemsize),
         tensor(torch.float32, 2, 4, 1),
         Int32(1),
         Int32(1),
@@ -936,6 +968,7 @@ def indexer_scores_cute(
     max_len: int,
     block_table: torch.Tensor | None = None,
     is_causal: bool = False,
+    settled_B: torch.Tensor | None = None,
     num_stages: int = 16,
     use_pdl: bool = True,
 ) -> torch.Tensor:
@@ -953,8 +986,10 @@ def indexer_scores_cute(
         max_len: T.
         block_table: [B, P] of pages.
         is_causal: see `indexer_scores_paged`.
+        settled_B: any stride; see there.
         num_stages: pages in flight a block, at most; at least 4.
-        use_pdl: start before the kernels ahead have ended; reads nothing until then.
+        use_pdl: start before the kernels ahead have ended; reads nothing but what is
+            settled until then.
     """
     num_batch, num_queries, num_heads, head_dim = q_BSHD.shape
     scores_BST = torch.empty(
@@ -980,6 +1015,7 @@ def indexer_scores_cute(
         start_dtype=None if starts_BS is None else starts_BS.dtype,
         has_mask=key_mask is not None,
         is_causal=is_causal,
+        settled_dtype=None if settled_B is None or not use_pdl else settled_B.dtype,
         num_stages=num_stages,
         use_pdl=use_pdl,
         has_weight_pairs=has_weight_pairs,
@@ -995,6 +1031,7 @@ def indexer_scores_cute(
         lengths_BS.reshape(-1),
         None if starts_BS is None else starts_BS.reshape(-1),
         None if key_mask is None else key_mask.view(torch.uint8),
+        None if variant.settled_dtype is None else settled_B,
         scores_BST.view(-1, max_len),
         num_queries,
         num_tiles,

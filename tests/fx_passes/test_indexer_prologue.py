@@ -15,6 +15,7 @@ from glm_compile.cache import PagedCache
 from glm_compile.fx_passes.base import PassOptions
 from glm_compile.fx_passes.indexer_prologue import IndexerPrologue
 from glm_compile.fx_passes.indexer_topk import IndexerTopk
+from glm_compile.fx_passes.layouts import named_args
 from tests.fx_passes.aten_graphs import (
     LEVELS,
     capture,
@@ -22,7 +23,7 @@ from tests.fx_passes.aten_graphs import (
     graph_text,
     mark_indexer_topk,
 )
-from tests.fx_passes.tiny_indexer import D, P, TinyIndexer, make_inputs, trace_indexer
+from tests.fx_passes.tiny_indexer import D, H, P, TinyIndexer, make_inputs, trace_indexer
 from tests.tiny_models import CACHE_ARGUMENT, tiny_config, tiny_model
 
 DTYPES = (torch.float32, torch.bfloat16)
@@ -450,12 +451,19 @@ def test_fp8_tier_without_fp8_pages_says_what_it_needs() -> None:
 
 
 def paged_step(
-    module: TinyIndexer, dtype: torch.dtype
+    module: TinyIndexer,
+    dtype: torch.dtype,
+    prepare: Callable[..., Any] = lambda pages, table, cached: (table, cached),
 ) -> tuple[Callable[..., torch.Tensor], tuple[torch.Tensor, ...]]:
-    """A step of 6 tokens after 70 over FP8 pages, and its inputs."""
+    """A step of 6 tokens after 70 over FP8 pages, and its inputs.
+
+    Args:
+        prepare: what the step does to block table and lengths, or to the pages, before all else.
+    """
 
     def run(*inputs: torch.Tensor) -> torch.Tensor:
         *step, pages, table, cached = inputs
+        table, cached = prepare(pages, table, cached)
 
         def store(k: torch.Tensor) -> torch.Tensor:
             torch.ops.glm.paged_write_fp8(pages, k, table, cached)
@@ -508,3 +516,42 @@ def test_fp8_op_writes_the_buffer_itself() -> None:
     )
     assert copy.args[0] is base
     assert copy.args[1].args == (write, 2)
+
+
+def _with_a_write(pages: torch.Tensor, table: torch.Tensor, cached: torch.Tensor) -> Any:
+    torch.ops.glm.paged_write_fp8(pages, torch.ones(2, 1, D), table, torch.zeros_like(cached))
+    return table, cached
+
+
+class _BehindNoLinear(TinyIndexer):
+    """Queries that are the step's input: the prologue may be its first kernel."""
+
+    def project_q(self, q_resid: torch.Tensor) -> torch.Tensor:
+        return q_resid.repeat(1, 1, H * D)[..., : H * D].unflatten(-1, (H, D))
+
+
+@pytest.mark.parametrize(
+    ("prepare", "module", "is_settled"),
+    [
+        (lambda pages, table, cached: (table, cached), TinyIndexer, True),
+        (lambda pages, table, cached: (table, cached + 0), TinyIndexer, False),
+        (lambda pages, table, cached: (table + 0, cached), TinyIndexer, False),
+        (_with_a_write, TinyIndexer, False),
+        (lambda pages, table, cached: (table, cached), _BehindNoLinear, False),
+    ],
+)
+def test_keys_are_asked_for_early_only_where_this_graph_has_not_made_them(
+    prepare: Callable[..., Any], module: type[TinyIndexer], is_settled: bool
+) -> None:
+    """Lengths, block table and old keys must have been there before the graph's first linear."""
+    options = PassOptions(indexer_dtype="fp8")
+    run, inputs = paged_step(module(), torch.float32, prepare)
+    _, captured = capture(run, *inputs, passes=(IndexerTopk(options), IndexerPrologue(options)))
+    graph = captured.after.graph
+    (scores,) = graph.find_nodes(
+        op="call_function", target=torch.ops.glm.indexer_scores_paged.default
+    )
+    prologue = torch.ops.glm.indexer_prologue_fp8.default
+    (write,) = [node for node in graph.nodes if node.args[:1] == (prologue,)]
+    cached = write.kwargs["lengths_B"]
+    assert named_args(scores)["settled_B"] is (cached if is_settled else None)

@@ -15,6 +15,7 @@ from torch import fx
 from transformers.models.glm_moe_dsa.modeling_glm_moe_dsa import GlmMoeDsaRMSNorm
 
 from glm_compile.fx_passes import canonical, layouts
+from glm_compile.ops.indexer_scores import indexer_scores_paged
 from glm_compile.ops.merged_linear import adjacent_block
 from glm_compile.pipeline import _Rewrite
 from glm_compile.report import last_report
@@ -25,6 +26,7 @@ from tests.indexer_layer import (
     one_layer_config,
     ops_step,
     paged_step,
+    prologue_step,
     static_step,
 )
 
@@ -154,6 +156,10 @@ def test_scores_and_selection_follow_the_prologue_and_nothing_else_does(kind, in
         "glm.topk_select.default",
     ]
     assert selected.shape == (1, S, case.config.index_topk) and selected.min() >= 0
+    (scores,) = [n for n in calls if n.target == torch.ops.glm.indexer_scores_paged.default]
+    arguments = layouts.named_args(scores)
+    assert arguments["settled_B"].op == "placeholder"
+    assert arguments["settled_B"] is canonical.peel(arguments["lengths_R"]).source
 
 
 def test_gates_in_fp32_are_a_linear_of_their_own(monkeypatch):
@@ -265,6 +271,52 @@ def test_compiled_indexer_is_five_launches(kind):
     assert len(names) == 5, "\n".join(names)
     for name, part in zip(names[2:], ("indexer_prologue", "IndexerScores", "Topk"), strict=True):
         assert part in name, "\n".join(names)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("kind", ["paged", "paged_fp8"])
+def test_early_keys_are_those_of_this_replay(kind):
+    """Old keys and lengths change ahead of the linears; the step's own keys just before."""
+    max_len, num_long = 20_000, 19_990
+    config = one_layer_config(**RELEASE)
+    layer = IndexerOfLayer(config, dtype=BF16, device="cuda")
+    cache = make_cache(config, kind, max_len, dtype=BF16, device="cuda")
+    pages, table = cache.layers[0].key_pages, cache.block_table
+    hidden = torch.randn(1, S, config.hidden_size, dtype=BF16, device="cuda")
+    tables = layer.tables(hidden, torch.tensor(5, device="cuda"))
+    old_keys, lengths = torch.empty_like(pages), torch.empty_like(cache.lengths)
+    prologue = prologue_step(layer, cache)
+
+    def scores(q: torch.Tensor, weights: torch.Tensor, **settled: torch.Tensor) -> torch.Tensor:
+        rows = (q.flatten(0, 1), weights.flatten(0, 1), pages, table, cache.lengths, max_len)
+        more = {"rows_per_sequence": S, "is_causal": True, "backend": "cute"}
+        return indexer_scores_paged(*rows, **more, **settled)
+
+    def step() -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        pages.copy_(old_keys)
+        cache.lengths.copy_(lengths)
+        q, weights = prologue(hidden, *tables)
+        return q, weights, scores(q, weights, settled_B=cache.lengths)
+
+    cache.lengths.zero_()
+    cache.update_indexer(torch.randn(1, max_len - S, config.index_head_dim).to(hidden), 0)
+    old_keys.copy_(pages)
+    lengths.zero_()
+    step()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        q, weights, early = step()
+    for num_cached in (0, 1, 63, 64, 59, 8448, 8443, num_long, *torch.randint(num_long, (12,))):
+        old_keys.copy_(old_keys[torch.randperm(len(pages), device="cuda")])
+        lengths.fill_(int(num_cached))
+        # What an early read would find where it must not look.
+        pages.zero_()
+        cache.lengths.fill_(max_len - S)
+        graph.replay()
+        want = scores(q, weights)
+        for row in range(S):
+            end = int(num_cached) + row + 1
+            assert torch.equal(early[row, :end], want[row, :end])
 
 
 @pytest.mark.gpu
