@@ -89,7 +89,8 @@ class Variant:
         start_dtype: None without starts.
         has_mask: whether there is a key mask.
         is_causal: lengths are tokens cached before the step, one number a sequence.
-        settled_dtype: None where keys are asked for once the kernels ahead have ended.
+        settled_dtype: of the numbers of settled keys; None where nothing is settled.
+        num_early: pages of settled keys that a block asks for before the kernels ahead have ended.
         has_weight_pairs: weights are fp32, and those of two adjacent heads one aligned load.
         num_stages: pages in flight, at most; at least 4.
         use_pdl: start before the kernels ahead have ended.
@@ -106,6 +107,7 @@ class Variant:
     has_weight_pairs: bool = False
     is_causal: bool = False
     settled_dtype: torch.dtype | None = None
+    num_early: int = 2
     num_stages: int = 16
     use_pdl: bool = True
 
@@ -515,7 +517,7 @@ class IndexerScoresKernel:
                             following = self._entries(table, sequence, at + WARP * step, step)
                         entry = cute.arch.shuffle_sync(entries, i % WARP)
                     if cutlass.const_expr(v.has_prefetch):  # noqa: SIM102 - decided while tracing
-                        if not has_waited and (at >= num_settled or i == self.num_stages):
+                        if not has_waited and (at >= num_settled or i == v.num_early):
                             self._wait_for_kernels_ahead()
                             self._load_query(queries, row, query_slot)
                             has_waited = Boolean(True)
@@ -969,6 +971,7 @@ def indexer_scores_cute(
     block_table: torch.Tensor | None = None,
     is_causal: bool = False,
     settled_B: torch.Tensor | None = None,
+    num_early: int = 2,
     num_stages: int = 16,
     use_pdl: bool = True,
 ) -> torch.Tensor:
@@ -987,6 +990,7 @@ def indexer_scores_cute(
         block_table: [B, P] of pages.
         is_causal: see `indexer_scores_paged`.
         settled_B: any stride; see there.
+        num_early: pages of them that a block asks for early; at most `num_stages`.
         num_stages: pages in flight a block, at most; at least 4.
         use_pdl: start before the kernels ahead have ended; reads nothing but what is
             settled until then.
@@ -1016,6 +1020,7 @@ def indexer_scores_cute(
         has_mask=key_mask is not None,
         is_causal=is_causal,
         settled_dtype=None if settled_B is None or not use_pdl else settled_B.dtype,
+        num_early=num_early,
         num_stages=num_stages,
         use_pdl=use_pdl,
         has_weight_pairs=has_weight_pairs,
