@@ -26,6 +26,38 @@ def inverse_of(value: float) -> float:
     return float(1 / torch.tensor(value, dtype=torch.float32))
 
 
+def is_in_order(*tensors: torch.Tensor) -> bool:
+    """Whether the sequences of [B, S, *] tensors follow each other like steps."""
+    return all(t.shape[0] == 1 or t.stride(0) == t.shape[1] * t.stride(1) for t in tensors)
+
+
+def rope_arguments(
+    cos: torch.Tensor, sin: torch.Tensor, batch_size: int
+) -> tuple[torch.Tensor | int, ...]:
+    """cos and sin with their strides; one batch row serves all by stride 0."""
+    cos, sin = cos.expand(batch_size, -1, -1), sin.expand(batch_size, -1, -1)
+    return cos, *cos.stride(), sin, *sin.stride()
+
+
+@triton.jit
+def token_of(program, num_steps):
+    """(sequence, step) of a program's token, int64."""
+    sequence = program // num_steps
+    step = (program - sequence * num_steps).to(tl.int64)
+    return sequence.to(tl.int64), step
+
+
+@triton.jit
+def row_of(x, stride_b, stride_s, sequence, step, num_steps, IN_ORDER: tl.constexpr):
+    """A token's row. Sequences that follow each other like steps need no stride of their own,
+    of which nothing is known when the kernel is compiled.
+    """
+    if IN_ORDER:
+        return x + (sequence * num_steps + step) * stride_s
+    else:
+        return x + sequence * stride_b + step * stride_s
+
+
 FP8_MAX = tl.constexpr(448.0)
 AMAX_FLOOR = tl.constexpr(1e-4)
 
@@ -77,6 +109,14 @@ def rope_columns(column, P: tl.constexpr, INTERLEAVED: tl.constexpr):
     own = tl.where(is_rotated, own, column)
     partner = tl.where(is_rotated, partner, column)
     return own, partner, angle, is_second, is_rotated
+
+
+@triton.jit
+def load_rope(cos, stride_cos, sin, stride_sin, angle, mask):
+    """cos and sin of angles in fp32; pointers are a token's own."""
+    cos_value = tl.load(cos + angle * stride_cos, mask=mask, other=0.0).to(tl.float32)
+    sin_value = tl.load(sin + angle * stride_sin, mask=mask, other=0.0).to(tl.float32)
+    return cos_value, sin_value
 
 
 @triton.jit

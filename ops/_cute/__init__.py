@@ -14,7 +14,7 @@ import torch
 
 from glm_compile.ops._dispatch import is_installed, num_multiprocessors
 
-__all__ = ["arch_of", "compile_kernel", "why_no_cute"]
+__all__ = ["arch_of", "compile_kernel", "rows_to_load", "why_no_cute"]
 
 _ARCHS = {(9, 0): "sm_90a", (10, 0): "sm_100a", (10, 3): "sm_103a"}
 
@@ -48,6 +48,16 @@ def arch_of(device: torch.device) -> str:
     """The architecture of a CUDA device as CuTe DSL spells it, such as `sm_90a`."""
     capability = torch.cuda.get_device_capability(device)
     return _ARCHS.get(capability, "sm_{}{}".format(*capability))
+
+
+def rows_to_load(x: torch.Tensor) -> torch.Tensor:
+    """A bf16 matrix whose rows can be loaded 16 bytes at a time: x, or a dense copy."""
+    if x.shape[0] == 1:
+        # The stride of the only row means nothing, and may be anything.
+        x = x.as_strided(x.shape, (-(-x.shape[1] // 8) * 8, x.stride(1)))
+    if x.stride(1) != 1 or x.stride(0) % 8 or x.data_ptr() % 16:
+        x = x.clone(memory_format=torch.contiguous_format)
+    return x
 
 
 def compile_kernel(launcher: Any, *args: Any, arch: str, options: str = "") -> Callable[..., None]:

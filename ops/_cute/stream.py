@@ -1,9 +1,11 @@
-"""Device functions of kernels that stream weights: bulk copies into rings, and warp-level products.
+"""Device functions of kernels that stream weights: copies into rings, warp-level products, norms.
 
 Imported by kernel files only: needs CuTe DSL. Shared memory is addressed by 32-bit byte addresses.
 """
 
 from __future__ import annotations
+
+from collections.abc import Sequence
 
 from cutlass import Float32, Int32, Int64
 from cutlass.cute.arch import inline_ptx
@@ -107,6 +109,30 @@ def multiply_bf16(pair: Int32, other: Int32) -> Int32:
         write_only_types=[Int32],
         read_only_args=[pair, other],
     )
+
+
+def next_ticket(address: Int64) -> Int32:
+    """Add one to a counter in global memory; what it was."""
+    return inline_ptx(
+        "atom.relaxed.gpu.global.add.u32 {$w0}, [{$r0}], 1;",
+        write_only_types=[Int32],
+        read_only_args=[address],
+    )
+
+
+def sum_of_squares(words: Sequence[Int32]) -> Float32:
+    """Sum of the squares of pairs of bf16, in their order."""
+    total = Float32(0.0)
+    for word in words:
+        for value in unpack_bf16(word):
+            total += value * value
+    return total
+
+
+def norm_bf16(word: Int32, norm_word: Int32, scale: Float32) -> Int32:
+    """A pair of bf16 times its row's scale, rounded, times the norm's weight, rounded."""
+    first, second = unpack_bf16(word)
+    return multiply_bf16(pack_bf16(first * scale, second * scale), norm_word)
 
 
 def reciprocal_sqrt(value: Float32) -> Float32:

@@ -17,9 +17,8 @@ that blocks do not all ask for the same part of x.
 On request rows go through the model's RMSNorm while they are in registers, and tiles are made of
 gates and ups, of which silu(gate) * up is stored.
 
-The tensor cores do not care which columns they multiply as long as both sides agree. Here a lane
-takes eight adjacent columns of a row, so weights come out of shared memory 16 bytes at a time and x
-needs no shared memory: each warp loads the columns that it multiplies, straight into registers.
+A lane takes eight adjacent columns of a row, see `_cute.ring`, so x needs no shared memory: each
+warp loads the columns that it multiplies, straight into registers.
 
 Under programmatic dependent launch weights are requested before the kernels ahead have ended, x
 after. Dependents are let in only then, at once or when all weights have been requested. A kernel
@@ -40,11 +39,10 @@ import cutlass
 import cutlass.cute as cute
 import torch
 from cutlass import BFloat16, Float32, Int32, Int64
-from cutlass.cute.arch import inline_ptx
 from cutlass.cute.runtime import make_fake_tensor
 from cutlass.memory import SmemAllocator
 
-from glm_compile.ops._cute import arch_of, compile_kernel
+from glm_compile.ops._cute import arch_of, compile_kernel, rows_to_load
 from glm_compile.ops._cute.device import (
     WARP,
     load_shared,
@@ -55,15 +53,16 @@ from glm_compile.ops._cute.device import (
     store_global,
     store_shared,
 )
+from glm_compile.ops._cute.fakes import matrix, strided_matrix, vector
+from glm_compile.ops._cute.ring import MULTIPLYING, ROWS, SHARED_BYTES, STEP, RingProduct
 from glm_compile.ops._cute.stream import (
     bulk_load,
     evict_first_policy,
     load_global_16_bytes,
-    mma_bf16,
-    multiply_bf16,
-    pack_bf16,
+    next_ticket,
+    norm_bf16,
     reciprocal_sqrt,
-    unpack_bf16,
+    sum_of_squares,
 )
 from glm_compile.ops._dispatch import num_multiprocessors
 from glm_compile.ops.bf16_linear.config import (
@@ -73,11 +72,6 @@ from glm_compile.ops.bf16_linear.config import (
     norm_config_for,
     stream_config_for,
 )
-
-# Columns of one step of a warp: 8 of each of the 4 lanes that share a row.
-STEP = 32
-# Rows of x of one product.
-_ROWS = 8
 
 
 @dataclass(frozen=True)
@@ -127,33 +121,21 @@ class Variant:
         return -(-self.num_columns // self.stage_columns) // self.cluster
 
 
-class Bf16LinearKernel:
+class Bf16LinearKernel(RingProduct):
     """One variant of the kernel; `__call__` is its launcher."""
 
     def __init__(self, variant: Variant) -> None:
+        super().__init__(variant, variant.row_blocks)
         v = variant
-        self.v = variant
-        self.num_threads = (v.num_warps + v.num_loaders) * WARP
-        self.num_consumers = v.num_warps * WARP
-        # Half a 128-byte line is left free so that adjacent rows use the other half of the banks.
-        self.pitch = v.stage_columns * 2 + 64
-        self.stage_bytes = v.tile * self.pitch
-        self.warp_columns = v.stage_columns // v.num_warps
-        self.steps_per_stage = self.warp_columns // STEP
-        self.tile_blocks = -(-v.tile // 16)
-        # 4 more than a multiple of 16: stores of a warp's sums meet no bank twice.
-        self.sum_pitch = self.tile_blocks * 16 + 4
-        self.num_rows = v.row_blocks * _ROWS
         # Sums are sent in groups of four features; a block finishes these groups of a tile.
         self.num_owned = self.num_rows * v.tile // (4 * v.cluster)
         self.num_received = v.cluster * self.num_owned * 4 if v.cluster > 1 else 4
         # Features that a tile gives, and the columns of the norm's weight that a block needs.
         self.num_outputs = v.tile // 2 if v.has_swiglu else v.tile
         self.block_columns = v.num_steps * v.stage_columns
-        num_sums = v.num_warps * self.num_rows * self.sum_pitch
         num_norm_words = self.block_columns // 2 if v.has_norm else 4
         self.other_shared_bytes = (
-            num_sums + self.num_received + v.num_warps * 16 + num_norm_words + v.num_stages + 2
+            self.num_sums + self.num_received + v.num_warps * 16 + num_norm_words + v.num_stages + 2
         ) * 4 + 192
         self.num_norm_words = num_norm_words
 
@@ -202,9 +184,7 @@ class Bf16LinearKernel:
         ring = allocator.allocate_tensor(
             Int32, cute.make_layout(v.num_stages * self.stage_bytes // 4), 128
         )
-        sums = allocator.allocate_tensor(
-            Float32, cute.make_layout(v.num_warps * self.num_rows * self.sum_pitch), 16
-        )
+        sums = allocator.allocate_tensor(Float32, cute.make_layout(self.num_sums), 16)
         squares = allocator.allocate_tensor(Float32, cute.make_layout(v.num_warps * 16), 16)
         received = allocator.allocate_tensor(Float32, cute.make_layout(self.num_received), 16)
         norm_words = allocator.allocate_tensor(Int32, cute.make_layout(self.num_norm_words), 16)
@@ -393,10 +373,10 @@ class Bf16LinearKernel:
         num_tiles = self._num_tiles(weight)
         x_addresses = [
             x.iterator.toint()
-            + (Int64(first_row + group + n * _ROWS) * Int64(x.stride[0]) + Int64(first_column)) * 2
+            + (Int64(first_row + group + n * ROWS) * Int64(x.stride[0]) + Int64(first_column)) * 2
             for n in range(v.row_blocks)
         ]
-        has_row = [Int32(group + n * _ROWS < num_rows) for n in range(v.row_blocks)]
+        has_row = [Int32(group + n * ROWS < num_rows) for n in range(v.row_blocks)]
         cute.arch.griddepcontrol_wait()
         if cutlass.const_expr(not v.late):
             cute.arch.griddepcontrol_launch_dependents()
@@ -418,10 +398,7 @@ class Bf16LinearKernel:
         slot = Int32(0)
         phase = Int32(0)
         while tile < num_tiles:
-            total = [
-                [[Float32(0.0) for _ in range(4)] for _ in range(v.row_blocks)]
-                for _ in range(self.tile_blocks)
-            ]
+            total = self._zero_sums()
             parts = list(x_parts)
             if cutlass.const_expr(not v.is_resident):
                 for step in cutlass.range_constexpr(
@@ -479,16 +456,6 @@ class Bf16LinearKernel:
     def _outputs_per_thread(self, blocks: int) -> int:
         return -(-self.num_rows * self.v.tile // (self.num_consumers * blocks))
 
-    def _is_cut(self, step: int) -> bool:
-        """Whether columns of a step may lie beyond K."""
-        v = self.v
-        is_last = step // self.steps_per_stage == v.num_steps - 1
-        return is_last and v.num_columns % v.stage_columns != 0
-
-    def _column(self, step: int) -> int:
-        stage, i = divmod(step, self.steps_per_stage)
-        return stage * self.v.stage_columns + i * STEP
-
     def _load_step(self, addresses, has_row, first_column, step):
         """Words of x of one step: 4 for each block of 8 rows; zeros beyond the rows and K."""
         column = self._column(step)
@@ -511,41 +478,6 @@ class Bf16LinearKernel:
             load_global_16_bytes(address + Int64(column) * 2, wanted)
             for address, wanted in zip(addresses, has_row, strict=True)
         ]
-
-    def _multiply_step(self, total, x_part, address, first_column, step, index) -> None:
-        v = self.v
-        zero = Int32(0)
-        for block in range(self.tile_blocks):
-            at = address + (block * 16 * self.pitch + index * STEP * 2)
-            upper = load_shared_v4(at)
-            lower = (zero,) * 4
-            if block * 16 + 8 < v.tile:
-                lower = load_shared_v4(at + 8 * self.pitch)
-            if self._is_cut(step):
-                # What lies in the ring beyond K is left over, and may be NaN.
-                keep = zero - Int32(first_column + self._column(step) < v.num_columns)
-                upper = tuple(word & keep for word in upper)
-                lower = tuple(word & keep for word in lower)
-            for n in range(v.row_blocks):
-                for half in (0, 2):
-                    a = (upper[half], lower[half], upper[half + 1], lower[half + 1])
-                    total[block][n] = mma_bf16(a, x_part[n][half : half + 2], total[block][n])
-
-    @cute.jit
-    def _sum_up(self, total, sums, warp, lane) -> None:
-        """Put this warp's sums where all can read them."""
-        v = self.v
-        # The sums of the tile before have been read.
-        cute.arch.barrier(barrier_id=1, number_of_threads=self.num_consumers)
-        group = lane // 4
-        for block in cutlass.range_constexpr(self.tile_blocks):
-            for n in cutlass.range_constexpr(v.row_blocks):
-                for i in cutlass.range_constexpr(4):
-                    row = n * _ROWS + (lane % 4) * 2 + i % 2
-                    feature = block * 16 + group + (i // 2) * 8
-                    at = (warp * self.num_rows + row) * self.sum_pitch + feature
-                    sums[at] = total[block][n][i]
-        cute.arch.barrier(barrier_id=1, number_of_threads=self.num_consumers)
 
     @cute.jit
     def _finish_cluster(self, sums, received, has_sums, tensors, place) -> None:
@@ -641,7 +573,7 @@ class Bf16LinearKernel:
         warp, lane, eps = place
         group = lane // 4
         of_rows = [
-            _sum_of_squares([word for part in parts for word in part[n]])
+            sum_of_squares([word for part in parts for word in part[n]])
             for n in range(v.row_blocks)
         ]
         if cutlass.const_expr(v.cluster > 1):
@@ -657,13 +589,13 @@ class Bf16LinearKernel:
             square += cute.arch.shuffle_sync_bfly(square, 1)
             square += cute.arch.shuffle_sync_bfly(square, 2)
             if lane % 4 == 0:
-                squares[warp * 16 + n * _ROWS + group] = square
-        cute.arch.barrier(barrier_id=1, number_of_threads=self.num_consumers)
+                squares[warp * 16 + n * ROWS + group] = square
+        cute.arch.barrier(barrier_id=MULTIPLYING, number_of_threads=self.num_consumers)
         scales = []
         for n in cutlass.range_constexpr(v.row_blocks):
             square = Float32(0.0)
             for w in cutlass.range_constexpr(v.num_warps):
-                square += squares[w * 16 + n * _ROWS + group]
+                square += squares[w * 16 + n * ROWS + group]
             scales.append(reciprocal_sqrt(square * (1.0 / v.num_columns) + eps))
         cute.arch.mbarrier_wait(has_norm, 0)
         address = shared_address(norm_words.iterator) + own_column * 2
@@ -680,7 +612,7 @@ class Bf16LinearKernel:
             for step in range(self.v.num_steps * self.steps_per_stage)
         ]
         return [
-            square + _sum_of_squares([word for part in loaded for word in part[n]])
+            square + sum_of_squares([word for part in loaded for word in part[n]])
             for n, square in enumerate(of_rows)
         ]
 
@@ -695,56 +627,24 @@ class Bf16LinearKernel:
                 norm_words = tuple(word & keep for word in norm_words)
             scaled.append(
                 [
-                    tuple(map(_scale, words, norm_words, [scale] * 4))
+                    tuple(map(norm_bf16, words, norm_words, [scale] * 4))
                     for words, scale in zip(part, scales, strict=True)
                 ]
             )
         return scaled
 
 
-def _sum_of_squares(words: list) -> Float32:
-    total = Float32(0.0)
-    for word in words:
-        for value in unpack_bf16(word):
-            total += value * value
-    return total
-
-
-def _scale(word: Int32, norm_word: Int32, scale: Float32) -> Int32:
-    """A pair of bf16 times its row's scale, rounded, times the norm's weight, rounded."""
-    first, second = unpack_bf16(word)
-    return multiply_bf16(pack_bf16(first * scale, second * scale), norm_word)
-
-
-def next_ticket(address: Int64) -> Int32:
-    """Add one to a counter in global memory; what it was."""
-    return inline_ptx(
-        "atom.relaxed.gpu.global.add.u32 {$w0}, [{$r0}], 1;",
-        write_only_types=[Int32],
-        read_only_args=[address],
-    )
-
-
 def compile_variant(variant: Variant, arch: str, options: str = "") -> Any:
     """Compile one variant; see `compile_kernel`."""
 
-    def matrix(last_stride: Any, align: int, row_divisibility: int = 1) -> Any:
-        strides = (cute.sym_int64(divisibility=row_divisibility), last_stride)
-        return make_fake_tensor(
-            BFloat16, (cute.sym_int32(), cute.sym_int32()), strides, assumed_align=align
-        )
-
-    def vector(align: int) -> Any:
-        return make_fake_tensor(BFloat16, (cute.sym_int32(),), (1,), assumed_align=align)
-
     return compile_kernel(
         Bf16LinearKernel(variant),
-        matrix(1, 16, 8),
-        matrix(1, 16, 8),
-        vector(16) if variant.has_norm else None,
-        vector(2) if variant.has_bias else None,
-        matrix(cute.sym_int64(), 2) if variant.has_residual else None,
-        matrix(1, 2),
+        matrix(BFloat16, 1, 16, 8),
+        matrix(BFloat16, 1, 16, 8),
+        vector(BFloat16, 16) if variant.has_norm else None,
+        vector(BFloat16, 2) if variant.has_bias else None,
+        strided_matrix(BFloat16) if variant.has_residual else None,
+        matrix(BFloat16, 1, 2),
         make_fake_tensor(Int32, (1,), (1,), assumed_align=4) if variant.num_static else None,
         Float32(0.0),
         Int32(1),
@@ -765,10 +665,6 @@ def compiled(variant: Variant, arch: str) -> Any:
     return compile_variant(variant, arch)
 
 
-# Shared memory of a multiprocessor, less what the system keeps for each block.
-_SHARED_BYTES = 226 * 1024
-
-
 @functools.cache
 def variant_for(
     num_columns: int,
@@ -785,7 +681,7 @@ def variant_for(
         num_stages=1,
         num_warps=config.num_warps,
         cluster=config.cluster,
-        row_blocks=1 if num_rows <= _ROWS else 2,
+        row_blocks=1 if num_rows <= ROWS else 2,
         is_resident=True,
         num_loaders=config.num_loaders,
         late=config.late,
@@ -802,7 +698,7 @@ def variant_for(
         ahead = 3 if variant.row_blocks == 1 else 2
         variant = replace(variant, is_resident=False, ahead=ahead, is_turned=config.is_turned)
     kernel = Bf16LinearKernel(variant)
-    left = _SHARED_BYTES // config.blocks_per_processor - 1024 - kernel.other_shared_bytes
+    left = SHARED_BYTES // config.blocks_per_processor - 1024 - kernel.other_shared_bytes
     # A block never loads more stages ahead than this without having multiplied one.
     num_stages = max(1, min(left // (kernel.stage_bytes + 20), 32))
     # Tiles that are asked for before the kernel ahead has ended are dealt out.
@@ -815,7 +711,7 @@ def num_drawn(variant: Variant, num_rows: int, num_tiles: int, num_blocks: int) 
 
     Drawing is for one block of rows: others of the grid would count with the same counter.
     """
-    is_one_row_block = num_rows <= variant.row_blocks * _ROWS
+    is_one_row_block = num_rows <= variant.row_blocks * ROWS
     if not variant.num_static or not is_one_row_block:
         return 0
     return max(0, num_tiles - variant.num_static * num_blocks)
@@ -864,16 +760,6 @@ class Counters:
 counters_of = functools.cache(Counters)
 
 
-def _rows_to_load(x_MK: torch.Tensor) -> torch.Tensor:
-    """x with rows that bulk loads can take: dense, starting at multiples of 16 bytes."""
-    if x_MK.shape[0] == 1:
-        # The stride of the only row means nothing, and may be anything.
-        x_MK = x_MK.as_strided(x_MK.shape, (-(-x_MK.shape[1] // 8) * 8, x_MK.stride(1)))
-    if x_MK.stride(1) != 1 or x_MK.stride(0) % 8 or x_MK.data_ptr() % 16:
-        x_MK = x_MK.clone(memory_format=torch.contiguous_format)
-    return x_MK
-
-
 def bf16_linear_cute(
     x: torch.Tensor,
     weight_NK: torch.Tensor,
@@ -895,7 +781,7 @@ def bf16_linear_cute(
     output = x.new_empty((*x.shape[:-1], num_outputs))
     if not output.numel():
         return output
-    x_MK = _rows_to_load(x.reshape(-1, num_columns))
+    x_MK = rows_to_load(x.reshape(-1, num_columns))
     num_rows = x_MK.shape[0]
     if norm_weight_K is not None:
         config = config or norm_config_for(num_features, num_columns, has_swiglu=has_swiglu)

@@ -30,19 +30,19 @@ from glm_compile.ops._triton import (
     TRITON_DTYPES,
     finite_amax,
     fp8_scale,
+    is_in_order,
+    load_rope,
+    rope_arguments,
     rope_columns,
     rotate,
+    row_of,
     supports_pdl,
     to_fp8,
+    token_of,
 )
 from glm_compile.ops.indexer_prologue.config import KernelConfig, default_for
-from glm_compile.ops.latent_write.triton_kernel import (
-    is_in_order,
-    load_norm_weight,
-    row_of,
-    write_latent,
-)
-from glm_compile.ops.paged_cache.triton_kernel import find_slot, store_key
+from glm_compile.ops.latent_write.triton_kernel import load_norm_weight, write_latent
+from glm_compile.ops.paged_cache.triton_kernel import find_slot, store_key, table_arguments
 
 # Where a key goes: a fresh [B, S, D], rows of a cache [B, T, D], pages, or FP8 pages.
 FRESH, ROWS, PAGES, FP8_PAGES = (tl.constexpr(i) for i in range(4))
@@ -154,9 +154,7 @@ def indexer_prologue_kernel(
 ):
     if PDL:
         gdc_launch_dependents()
-    sequence = tl.program_id(0) // num_steps
-    step = (tl.program_id(0) - sequence * num_steps).to(tl.int64)
-    sequence = sequence.to(tl.int64)
+    sequence, step = token_of(tl.program_id(0), num_steps)
     token = tl.program_id(0).to(tl.int64)
     cos += sequence * stride_cb + step * stride_cs
     sin += sequence * stride_sb + step * stride_ss
@@ -207,8 +205,7 @@ def indexer_prologue_kernel(
         k += sequence * stride_kb + step * stride_ks
         own_x = tl.load(k + own * stride_kd, mask=inside, other=0.0).to(tl.float32)
         partner_x = tl.load(k + partner * stride_kd, mask=is_turned, other=0.0).to(tl.float32)
-        cos_value = tl.load(cos + angle * stride_cp, mask=is_turned, other=0.0).to(tl.float32)
-        sin_value = tl.load(sin + angle * stride_sp, mask=is_turned, other=0.0).to(tl.float32)
+        cos_value, sin_value = load_rope(cos, stride_cp, sin, stride_sp, angle, is_turned)
         major, minor, is_stored = find_place(
             table, stride_table, num_columns, positions, token, sequence, step, TO
         )
@@ -252,8 +249,7 @@ def indexer_prologue_kernel(
         own_q = tl.load(row + own[None, :] * stride_qd, mask=is_read, other=0.0)
         is_read = has_head[:, None] & is_turned[None, :]
         partner_q = tl.load(row + partner[None, :] * stride_qd, mask=is_read, other=0.0)
-        cos_value = tl.load(cos + angle * stride_cp, mask=is_turned, other=0.0).to(tl.float32)
-        sin_value = tl.load(sin + angle * stride_sp, mask=is_turned, other=0.0).to(tl.float32)
+        cos_value, sin_value = load_rope(cos, stride_cp, sin, stride_sp, angle, is_turned)
         gate_at = gates + sequence * stride_gb + step * stride_gs + head * stride_gh
         weight = tl.load(gate_at, mask=has_head, other=0.0).to(tl.float32) * weight_constant
         queries = rotate(
@@ -274,14 +270,6 @@ def indexer_prologue_kernel(
         q_target = q_out + (token * H + head[:, None]) * D + column[None, :]
         tl.store(q_target, q_values, mask=has_head[:, None] & inside[None, :])
         tl.store(weights + token * H + head, weight, mask=has_head)
-
-
-def _rope_arguments(
-    cos: torch.Tensor, sin: torch.Tensor, batch_size: int
-) -> tuple[torch.Tensor | int, ...]:
-    """cos and sin with their strides; one batch row serves all by stride 0."""
-    cos, sin = cos.expand(batch_size, -1, -1), sin.expand(batch_size, -1, -1)
-    return cos, *cos.stride(), sin, *sin.stride()
 
 
 def launch(
@@ -324,8 +312,6 @@ def launch(
     if not num_tokens:
         return q_out, weights
     config = config or default_for(num_tokens)
-    if table is not None and table.stride(1) != 1:
-        table = table.contiguous()
     rank, rope_dim = 0, cos.shape[-1]
     has_latents = latents is not None
     latent_arguments: tuple[Any, ...] = (*(None, 0, 0, 0) * 2, None, 0.0, *(None, 0, 0, 0))
@@ -352,14 +338,12 @@ def launch(
         norm_weight.contiguous(),
         norm_bias.contiguous(),
         norm_eps,
-        *_rope_arguments(cos, sin, batch_size),
+        *rope_arguments(cos, sin, batch_size),
         weight_constant,
         keys,
         keys.view(torch.float32) if is_fp8 else None,
         *((0, 0, 0) if is_fp8 else keys.stride()),
-        table,
-        0 if table is None else table.stride(0),
-        num_rows if table is None else table.shape[1],
+        *((None, 0, num_rows) if table is None else table_arguments(table)),
         None if positions is None else positions.contiguous(),
         q_out,
         weights,

@@ -15,8 +15,18 @@ import triton
 import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from glm_compile.ops._triton import TRITON_DTYPES, rope_columns, rotate, supports_pdl
-from glm_compile.ops.paged_cache.triton_kernel import find_slot
+from glm_compile.ops._triton import (
+    TRITON_DTYPES,
+    is_in_order,
+    load_rope,
+    rope_arguments,
+    rope_columns,
+    rotate,
+    row_of,
+    supports_pdl,
+    token_of,
+)
+from glm_compile.ops.paged_cache.triton_kernel import find_slot, table_arguments
 
 # Up to here a step is all latency: programs start before the kernel ahead has ended. With many
 # programs these would only take its place.
@@ -28,22 +38,6 @@ def load_norm_weight(norm_weight, L: tl.constexpr, BLOCK_L: tl.constexpr):
     """The weight of the latents' norm in fp32, zeros behind it."""
     column = tl.arange(0, BLOCK_L)
     return tl.load(norm_weight + column, mask=column < L, other=0.0).to(tl.float32)
-
-
-@triton.jit
-def row_of(x, stride_b, stride_s, sequence, step, num_steps, IN_ORDER: tl.constexpr):
-    """A token's row. Sequences that follow each other like steps need no stride of their own,
-    of which nothing is known when the kernel is compiled.
-    """
-    if IN_ORDER:
-        return x + (sequence * num_steps + step) * stride_s
-    else:
-        return x + sequence * stride_b + step * stride_s
-
-
-def is_in_order(*tensors: torch.Tensor) -> bool:
-    """Whether the sequences of [B, S, *] tensors follow each other like steps."""
-    return all(t.shape[0] == 1 or t.stride(0) == t.shape[1] * t.stride(1) for t in tensors)
 
 
 @triton.jit
@@ -84,8 +78,7 @@ def write_latent(
     own, partner, angle, is_second, is_rotated = rope_columns(turned, P, INTERLEAVED)
     own_x = tl.load(ropes + own * stride_rope, mask=is_rotated, other=0.0).to(tl.float32)
     partner_x = tl.load(ropes + partner * stride_rope, mask=is_rotated, other=0.0).to(tl.float32)
-    cos_value = tl.load(cos + angle * stride_cos, mask=is_rotated, other=0.0).to(tl.float32)
-    sin_value = tl.load(sin + angle * stride_sin, mask=is_rotated, other=0.0).to(tl.float32)
+    cos_value, sin_value = load_rope(cos, stride_cos, sin, stride_sin, angle, is_rotated)
     page, row, is_stored = find_slot(table, stride_table, num_columns, lengths, sequence, step)
     target = pages + page * stride_page + row * stride_row
 
@@ -146,9 +139,7 @@ def latent_write_kernel(
 ):
     if PDL:
         gdc_launch_dependents()
-    sequence = tl.program_id(0) // num_steps
-    step = (tl.program_id(0) - sequence * num_steps).to(tl.int64)
-    sequence = sequence.to(tl.int64)
+    sequence, step = token_of(tl.program_id(0), num_steps)
     weight = load_norm_weight(norm_weight, L, BLOCK_L)
     if PDL:
         gdc_wait()
@@ -199,8 +190,6 @@ def latent_write_triton(
     num_tokens = batch_size * num_steps
     if not num_tokens:
         return
-    cos, sin = cos.expand(batch_size, -1, -1), sin.expand(batch_size, -1, -1)
-    table = block_table if block_table.stride(1) == 1 else block_table.contiguous()
     # The weight is read early; a copy of it made just ahead would come too late.
     is_early = num_tokens <= _MAX_EARLY_TOKENS and norm_weight.is_contiguous()
     has_pdl = is_early and supports_pdl(latents.device)
@@ -211,15 +200,10 @@ def latent_write_triton(
         *ropes.stride(),
         norm_weight.contiguous(),
         norm_eps,
-        cos,
-        *cos.stride(),
-        sin,
-        *sin.stride(),
+        *rope_arguments(cos, sin, batch_size),
         pages,
         *pages.stride(),
-        table,
-        table.stride(0),
-        table.shape[1],
+        *table_arguments(block_table),
         lengths.contiguous(),
         num_steps,
         L=rank,

@@ -15,7 +15,7 @@ import torch
 import triton
 import triton.language as tl
 
-from glm_compile.ops._triton import rope_columns, rotate
+from glm_compile.ops._triton import load_rope, rope_columns, rotate
 from glm_compile.ops.mla_absorb.reference import absorb_nope
 
 # Rows of one program: the narrowest side that the tensor cores take through Triton.
@@ -143,9 +143,7 @@ def rotated_part(
     own, partner, angle, is_second, is_rotated = rope_columns(column, P, INTERLEAVED)
     own_x = tl.load(x + own.to(tl.int64) * stride_x, mask=mask, other=0.0).to(tl.float32)
     partner_x = tl.load(x + partner.to(tl.int64) * stride_x, mask=mask, other=0.0).to(tl.float32)
-    angle = angle.to(tl.int64)
-    cos_value = tl.load(cos + angle * stride_cos, mask=mask, other=0.0).to(tl.float32)
-    sin_value = tl.load(sin + angle * stride_sin, mask=mask, other=0.0).to(tl.float32)
+    cos_value, sin_value = load_rope(cos, stride_cos, sin, stride_sin, angle.to(tl.int64), mask)
     turned = rotate(own_x, partner_x, cos_value, sin_value, is_second, is_rotated, dtype)
     return turned.to(dtype)
 

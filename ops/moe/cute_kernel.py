@@ -21,9 +21,6 @@ eight rows of the gate and the same of `up` are the 16, so one thread finds both
 is multiplied sits in registers for all tiles of a group. So results are the same in every run, and
 a token's depend neither on the other tokens nor on their number.
 
-The tensor cores do not care which columns they multiply as long as both sides agree. Here a lane
-takes eight adjacent columns of a row, 16 bytes at a time on either side.
-
 Which experts a token takes comes as ids and weights, or is chosen here, by every block for itself,
 from the router's logits: the largest biased scores, one after the other, a warp a token. That costs
 less than a launch, because the weights of the shared expert are on their way.
@@ -47,33 +44,26 @@ import cutlass
 import cutlass.cute as cute
 import torch
 from cutlass import BFloat16, Float32, Int16, Int32, Int64
-from cutlass.cute.arch import inline_ptx
 from cutlass.cute.runtime import make_fake_tensor
 from cutlass.memory import SmemAllocator
 
-from glm_compile.ops._cute import arch_of, compile_kernel
-from glm_compile.ops._cute.device import (
-    WARP,
-    load_shared,
-    load_shared_v4,
-    shared_address,
-    store_shared,
-)
+from glm_compile.ops._cute import arch_of, compile_kernel, rows_to_load
+from glm_compile.ops._cute.device import WARP, load_shared, shared_address, store_shared
+from glm_compile.ops._cute.fakes import matrix, strided_matrix
+from glm_compile.ops._cute.ring import ROWS, SHARED_BYTES, RingProduct
 from glm_compile.ops._cute.stream import (
     bulk_load,
     evict_first_policy,
     load_global_16_bytes,
-    mma_bf16,
+    next_ticket,
 )
 from glm_compile.ops._dispatch import num_multiprocessors
 from glm_compile.ops.moe.config import MAX_CUTE_PAIRS, StreamConfig, stream_config_for
 
-# Columns of one step of a warp: 8 of each of the 4 lanes that share a row.
-STEP = 32
 # Pairs of a group: rows of one product. A shared expert has one group: all tokens.
-GROUP = 8
-# Named barriers: of the warps that multiply, of those that load, of all.
-_MULTIPLYING, _LOADING, _ALL = 1, 2, 3
+GROUP = ROWS
+# Named barriers beside that of the warps that multiply: of those that load, of all.
+_LOADING, _ALL = 2, 3
 # Stages of a ring, at most.
 MAX_RING = 32
 # Above every expert; below the key of every score.
@@ -154,23 +144,12 @@ class Plan(NamedTuple):
     places: Any
 
 
-class ExpertKernel:
+class ExpertKernel(RingProduct):
     """What both kernels share: the plan, the ring, the products of a tile."""
 
     def __init__(self, variant: Variant) -> None:
+        super().__init__(variant, row_blocks=1)
         v = variant
-        self.v = variant
-        self.num_threads = (v.num_warps + v.num_loaders) * WARP
-        self.num_consumers = v.num_warps * WARP
-        # Half a 128-byte line is left free so that adjacent rows use the other half of the banks.
-        self.pitch = v.stage_columns * 2 + 64
-        self.stage_bytes = v.tile * self.pitch
-        self.warp_columns = v.stage_columns // v.num_warps
-        self.steps_per_stage = self.warp_columns // STEP
-        self.tile_blocks = -(-v.tile // 16)
-        # 4 more than a multiple of 16: stores of a warp's sums meet no bank twice.
-        self.sum_pitch = self.tile_blocks * 16 + 4
-        self.num_sums = v.num_warps * GROUP * self.sum_pitch
         # Sums of the tokens over their experts, and what the shared expert gives.
         self.num_results = 0 if v.is_gated or v.is_dynamic else 2 * GROUP * v.tile
         num_plan_words = MAX_CUTE_PAIRS * (5 + GROUP // 2) + 4 + MAX_RING
@@ -522,13 +501,13 @@ class ExpertKernel:
         own_address = Int32(ring.iterator.toint()) + lane // 4 * self.pitch + own_column * 2
         is_full = barriers.iterator
         is_empty = barriers.iterator + v.num_stages
-        total = [[Float32(0.0) for _ in range(4)] for _ in range(self.tile_blocks)]
+        total = self._zero_sums()
         for stage in cutlass.range_constexpr(v.num_steps):
             cute.arch.mbarrier_wait(is_full + slot, phase)
             address = own_address + slot * self.stage_bytes
             for i in cutlass.range_constexpr(self.steps_per_stage):
                 step = stage * self.steps_per_stage + i
-                self._multiply_step(total, x_parts[step], address, own_column, step, i)
+                self._multiply_step(total, [x_parts[step]], address, own_column, step, i)
             # Loads still under way would read what the next bulk copy puts there: it writes
             # through another proxy, which an arrival alone does not order behind them.
             cute.arch.fence_proxy("async.shared", space="cta")
@@ -539,25 +518,8 @@ class ExpertKernel:
             if slot == v.num_stages:
                 slot = Int32(0)
                 phase ^= 1
-        # The sums of the tile before have been read.
-        cute.arch.barrier(barrier_id=_MULTIPLYING, number_of_threads=self.num_consumers)
-        for block in cutlass.range_constexpr(self.tile_blocks):
-            for i in cutlass.range_constexpr(4):
-                row = (lane % 4) * 2 + i % 2
-                place_of_sum = block * 16 + lane // 4 + (i // 2) * 8
-                sums[(warp * GROUP + row) * self.sum_pitch + place_of_sum] = total[block][i]
-        cute.arch.barrier(barrier_id=_MULTIPLYING, number_of_threads=self.num_consumers)
+        self._sum_up(total, sums, warp, lane)
         return slot, phase
-
-    def _is_cut(self, step: int) -> bool:
-        """Whether columns of a step may lie beyond the last."""
-        v = self.v
-        is_last = step // self.steps_per_stage == v.num_steps - 1
-        return is_last and v.num_columns % v.stage_columns != 0
-
-    def _column(self, step: int) -> int:
-        stage, i = divmod(step, self.steps_per_stage)
-        return stage * self.v.stage_columns + i * STEP
 
     def _load_step(self, address, is_wanted, own_column, step):
         """Words of x of one step; zeros where there is no pair and beyond the columns."""
@@ -566,37 +528,11 @@ class ExpertKernel:
             is_wanted = is_wanted & Int32(own_column + column < self.v.num_columns)
         return load_global_16_bytes(address + column * 2, is_wanted)
 
-    def _multiply_step(self, total, x_part, address, own_column, step, index) -> None:
-        zero = Int32(0)
-        for block in range(self.tile_blocks):
-            at = address + (block * 16 * self.pitch + index * STEP * 2)
-            upper = load_shared_v4(at)
-            lower = (zero,) * 4
-            if block * 16 + 8 < self.v.tile:
-                lower = load_shared_v4(at + 8 * self.pitch)
-            if self._is_cut(step):
-                # What lies in the ring beyond the columns is left over, and may be NaN.
-                keep = zero - Int32(own_column + self._column(step) < self.v.num_columns)
-                upper = tuple(word & keep for word in upper)
-                lower = tuple(word & keep for word in lower)
-            for half in (0, 2):
-                a = (upper[half], lower[half], upper[half + 1], lower[half + 1])
-                total[block] = mma_bf16(a, x_part[half : half + 2], total[block])
-
     def _sum_of_warps(self, sums, place):
         value = sums[place]
         for w in range(1, self.v.num_warps):
             value += sums[place + w * GROUP * self.sum_pitch]
         return value
-
-
-def next_ticket(address: Int64) -> Int32:
-    """Add one to a counter in global memory; what it was."""
-    return inline_ptx(
-        "atom.relaxed.gpu.global.add.u32 {$w0}, [{$r0}], 1;",
-        write_only_types=[Int32],
-        read_only_args=[address],
-    )
 
 
 def _select(condition: Int32, value: Int32, other: Int32) -> Int32:
@@ -1053,25 +989,13 @@ class DownKernel(ExpertKernel):
                 output[token, first + feature] = value
 
 
-def matrix(dtype: Any, last_stride: Any, align: int, row_divisibility: int = 1) -> Any:
-    strides = (cute.sym_int64(divisibility=row_divisibility), last_stride)
-    return make_fake_tensor(
-        dtype, (cute.sym_int32(), cute.sym_int32()), strides, assumed_align=align
-    )
-
-
-def numbers(dtype: Any) -> Any:
-    """A matrix of any strides."""
-    return matrix(dtype, cute.sym_int64(), dtype.width // 8)
-
-
 def compile_variant(variant: Variant, ids_dtype: Any, arch: str, options: str = "") -> Any:
     """Compile one variant; see `compile_kernel`. `ids_dtype` is CuTe's Int32 or Int64."""
     strides = (cute.sym_int64(divisibility=8), cute.sym_int64(divisibility=8), 1)
     shape = (cute.sym_int32(), cute.sym_int32(), cute.sym_int32())
     weight = make_fake_tensor(BFloat16, shape, strides, assumed_align=16)
-    choice = numbers(Float32 if variant.num_logits else ids_dtype)
-    given = (matrix(BFloat16, 1, 16, 8), choice, numbers(Float32), Float32(1.0), weight)
+    choice = strided_matrix(Float32 if variant.num_logits else ids_dtype)
+    given = (matrix(BFloat16, 1, 16, 8), choice, strided_matrix(Float32), Float32(1.0), weight)
     kernel: ExpertKernel
     others: tuple[Any, ...] = tuple(matrix(BFloat16, 1, 16, 8) for _ in range(3))
     counters = make_fake_tensor(Int32, (1,), (1,), assumed_align=4)
@@ -1081,14 +1005,11 @@ def compile_variant(variant: Variant, ids_dtype: Any, arch: str, options: str = 
     else:
         kernel = DownKernel(variant)
         output = matrix(Float32, 1, 16, 4) if variant.is_dynamic else others[1]
-        others = (others[0], numbers(BFloat16), counters, output)
+        others = (others[0], strided_matrix(BFloat16), counters, output)
     return compile_kernel(kernel, *given, *others, Int32(1), arch=arch, options=options)
 
 
 _compiled = functools.cache(compile_variant)
-
-# Shared memory of a multiprocessor, less what the system keeps for each block.
-_SHARED_BYTES = 226 * 1024
 
 
 @dataclass(frozen=True)
@@ -1151,7 +1072,7 @@ def variant_for(
         num_loaders=config.num_loaders,
     )
     kernel = ExpertKernel(variant)
-    left = _SHARED_BYTES - 1024 - kernel.other_shared_bytes
+    left = SHARED_BYTES - 1024 - kernel.other_shared_bytes
     return replace(variant, num_stages=max(1, min(left // (kernel.stage_bytes + 16), MAX_RING)))
 
 
@@ -1249,13 +1170,3 @@ def moe_experts_cute(
     run_gate_up(x_MC, choice, gate_up, None, None, hidden_PI)
     run_down(hidden_PI, choice, down, None, None, output_MC)
     return output_MC
-
-
-def rows_to_load(x_MC: torch.Tensor) -> torch.Tensor:
-    """x with rows that can be loaded 16 bytes at a time."""
-    if x_MC.shape[0] == 1:
-        # The stride of the only row means nothing, and may be anything.
-        x_MC = x_MC.as_strided(x_MC.shape, (-(-x_MC.shape[1] // 8) * 8, x_MC.stride(1)))
-    if x_MC.stride(1) != 1 or x_MC.stride(0) % 8 or x_MC.data_ptr() % 16:
-        x_MC = x_MC.clone(memory_format=torch.contiguous_format)
-    return x_MC

@@ -12,6 +12,7 @@ import torch
 import torch.nn.functional as F
 
 from glm_compile.ops import _dispatch
+from glm_compile.ops._cute import rows_to_load
 from glm_compile.ops._library import register_op
 from glm_compile.ops._swiglu import swiglu_reference
 from glm_compile.ops.bf16_linear import run_bf16_linear
@@ -229,7 +230,7 @@ def _why_not_cute(call: _Call) -> str | None:
 
 
 def _run_cute(call: _Call) -> torch.Tensor:
-    from glm_compile.ops.moe.cute_kernel import Choice, rows_to_load, run_down, run_gate_up
+    from glm_compile.ops.moe.cute_kernel import Choice, run_down, run_gate_up
     from glm_compile.ops.moe.logits_kernel import run_logits
     from glm_compile.ops.moe.sum_kernel import run_sum
 

@@ -22,16 +22,16 @@ import cutlass.cute as cute
 import torch
 from cutlass import BFloat16, Float32, Int32, Int64
 from cutlass.cute.arch import inline_ptx
-from cutlass.cute.runtime import make_fake_tensor
 from cutlass.memory import SmemAllocator
 
 from glm_compile.ops._cute import arch_of, compile_kernel
 from glm_compile.ops._cute.device import WARP
+from glm_compile.ops._cute.fakes import matrix, vector
 from glm_compile.ops._cute.stream import (
     load_global_16_bytes,
-    multiply_bf16,
-    pack_bf16,
+    norm_bf16,
     reciprocal_sqrt,
+    sum_of_squares,
     unpack_bf16,
 )
 from glm_compile.ops.moe.config import MAX_CUTE_TOKENS
@@ -157,7 +157,9 @@ class LogitsKernel:
         if cutlass.const_expr(v.has_norm):
             for m in cutlass.range_constexpr(TOKENS):
                 if m < num_tokens:
-                    square = _warp_sum(_sum_of_squares(tokens[m]))
+                    square = _warp_sum(
+                        sum_of_squares([word for part in tokens[m] for word in part])
+                    )
                     if lane == 0:
                         squares[m * _WARPS + warp] = square
             cute.arch.sync_threads()
@@ -206,30 +208,16 @@ class LogitsKernel:
         if not self.v.has_norm:
             return words
         return [
-            [_scale(word, norm_word, scale) for word, norm_word in zip(*vectors)]
+            [norm_bf16(word, norm_word, scale) for word, norm_word in zip(*vectors)]
             for vectors in zip(words, norm_words)
         ]
-
-
-def _scale(word: Int32, norm_word: Int32, scale: Float32) -> Int32:
-    first, second = unpack_bf16(word)
-    return multiply_bf16(pack_bf16(first * scale, second * scale), norm_word)
-
-
-def _sum_of_squares(words: list) -> Float32:
-    total = Float32(0.0)
-    for vector in words:
-        for word in vector:
-            for value in unpack_bf16(word):
-                total += value * value
-    return total
 
 
 def _dot(words: list, weights: list) -> Float32:
     """Products of a token's words with an expert's, in the order of the columns."""
     total = Float32(0.0)
-    for vector, factors in zip(words, weights):
-        wide = [value for word in vector for value in unpack_bf16(word)]
+    for part, factors in zip(words, weights):
+        wide = [value for word in part for value in unpack_bf16(word)]
         if len(factors) == VECTOR:
             values = [factor.bitcast(Float32) for factor in factors]
         else:
@@ -257,21 +245,14 @@ def _store_16_bytes(address: Int64, words: Any, is_wanted: Int32) -> None:
 def compile_logits(variant: LogitsVariant, arch: str, options: str = "") -> Any:
     """Compile one variant; see `compile_kernel`."""
 
-    def matrix(dtype: Any, divisibility: int) -> Any:
-        strides = (cute.sym_int64(divisibility=divisibility), 1)
-        shape = (cute.sym_int32(), cute.sym_int32())
-        return make_fake_tensor(dtype, shape, strides, assumed_align=16)
-
     return compile_kernel(
         LogitsKernel(variant),
-        matrix(BFloat16, 8),
-        make_fake_tensor(BFloat16, (cute.sym_int32(),), (1,), assumed_align=16),
-        matrix(Float32, 4) if variant.is_wide else matrix(BFloat16, 8),
-        matrix(BFloat16, 8),
-        make_fake_tensor(
-            Float32, (cute.sym_int32(), cute.sym_int32()), (cute.sym_int64(), 1), assumed_align=4
-        ),
-        make_fake_tensor(Int32, (cute.sym_int32(),), (1,), assumed_align=4),
+        matrix(BFloat16, 1, 16, 8),
+        vector(BFloat16, 16),
+        matrix(Float32, 1, 16, 4) if variant.is_wide else matrix(BFloat16, 1, 16, 8),
+        matrix(BFloat16, 1, 16, 8),
+        matrix(Float32, 1, 4),
+        vector(Int32, 4),
         Float32(0.0),
         arch=arch,
         options=options,

@@ -16,7 +16,7 @@ import torch
 from cutlass import BFloat16, Float32
 
 from glm_compile.ops._cute import arch_of, compile_kernel
-from glm_compile.ops.moe.cute_kernel import matrix, numbers
+from glm_compile.ops._cute.fakes import matrix, strided_matrix
 
 # Threads of a block of the sum, a column each.
 _SUM_THREADS = 128
@@ -94,7 +94,7 @@ def compile_sum(
         SumKernel(num_top, has_shared, has_residual),
         matrix(Float32, 1, 16, 4),
         matrix(Float32, 1, 4),
-        numbers(BFloat16),
+        strided_matrix(BFloat16),
         matrix(BFloat16, 1, 16, 8),
         arch=arch,
         options=options,

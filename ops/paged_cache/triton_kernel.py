@@ -167,7 +167,8 @@ def paged_gather_fp8_kernel(
     tl.store(target, keys.to(gathered.dtype.element_ty), mask=inside)
 
 
-def _table_arguments(block_table: torch.Tensor) -> tuple[torch.Tensor, int, int]:
+def table_arguments(block_table: torch.Tensor) -> tuple[torch.Tensor, int, int]:
+    """A block table with contiguous rows, their stride and length."""
     table = block_table if block_table.stride(1) == 1 else block_table.contiguous()
     return table, table.stride(0), table.shape[1]
 
@@ -184,7 +185,7 @@ def paged_write_triton(
         *pages.stride(),
         new,
         *new.stride(),
-        *_table_arguments(block_table),
+        *table_arguments(block_table),
         lengths.contiguous(),
         num_steps,
         X=width,
@@ -203,7 +204,7 @@ def paged_gather_triton(
         paged_gather_kernel[(triton.cdiv(max_len, _GATHER_ROWS), batch_size)](
             pages,
             *pages.stride(),
-            *_table_arguments(block_table),
+            *table_arguments(block_table),
             gathered,
             max_len,
             X=width,
@@ -226,7 +227,7 @@ def paged_write_fp8_triton(
         key_pages.view(torch.float32),
         new,
         *new.stride(),
-        *_table_arguments(block_table),
+        *table_arguments(block_table),
         lengths.contiguous(),
         num_steps,
         D=head_dim,
@@ -249,7 +250,7 @@ def paged_gather_fp8_triton(
         paged_gather_fp8_kernel[(triton.cdiv(max_len, _GATHER_ROWS), batch_size)](
             key_pages,
             key_pages.view(torch.float32),
-            *_table_arguments(block_table),
+            *table_arguments(block_table),
             gathered,
             max_len,
             D=head_dim,
