@@ -1,9 +1,12 @@
-"""The entry point `glm` of `torch.compile`. Kept light: torch lists it without importing it."""
+"""The entry point `glm` of `torch.compile`, which lists it without importing it."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
+
+from glm_compile.early import check_calls_of, check_options
+from glm_compile.errors import GlmCompileError, as_backend_error
 
 if TYPE_CHECKING:
     from torch import fx
@@ -33,40 +36,20 @@ def glm(
         ValueError: an unknown option or mode, or gradients that are asked for.
         MatchError: the graph is not of a GLM model, or the passes did not match what it has.
     """
-    from glm_compile.errors import GlmCompileError
-    from glm_compile.options import CompileOptions, check_mode
     from glm_compile.pipeline import compile_graph
 
+    check_calls_of(glm)  # again, because torch._dynamo.reset forgets it
     try:
-        check_mode(mode)
-        checked = CompileOptions.from_dict(options)
+        checked = check_options({"options": options, "mode": mode})
         _check_inference(graph_module, example_inputs)
     except (GlmCompileError, ValueError) as error:
-        raise _as_backend_error(error) from None
+        raise as_backend_error(error) from None
     try:
         runner, report = compile_graph(graph_module, example_inputs, checked)
     except GlmCompileError as error:
-        raise _as_backend_error(error) from None
+        raise as_backend_error(error) from None
     runner.report = report  # type: ignore[attr-defined]
     return runner
-
-
-def _as_backend_error(error: Exception) -> Exception:
-    """The same error, of a class that is also Dynamo's error of backends.
-
-    Dynamo wraps what a backend raises, so that `except MatchError` around a compiled model would
-    not catch one. What is a `BackendCompilerFailed` already passes as it is.
-    """
-    from torch._dynamo.exc import BackendCompilerFailed
-
-    kind = type(error)
-    names = {"__module__": kind.__module__, "__qualname__": kind.__qualname__}
-    both: Any = type(kind.__name__, (kind, BackendCompilerFailed), names)
-    raised: Exception = both.__new__(both)  # its classes disagree about __init__
-    raised.__dict__.update(error.__dict__)
-    raised.__dict__.update(backend_name="glm", inner_exception=error, first_useful_frame=None)
-    raised.args = error.args
-    return raised.with_traceback(error.__traceback__)
 
 
 def _check_inference(graph_module: fx.GraphModule, example_inputs: Sequence[Any]) -> None:
@@ -88,3 +71,6 @@ def _check_inference(graph_module: fx.GraphModule, example_inputs: Sequence[Any]
             f"{wanted[0]}{more} require them: call the model under torch.no_grad() or "
             "torch.inference_mode(), or model.requires_grad_(False)"
         )
+
+
+check_calls_of(glm)

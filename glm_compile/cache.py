@@ -316,6 +316,23 @@ class PagedCache(Cache):
                 "cache.advance behind the MTP layer (or go back first: crop, set_lengths)"
             )
 
+    def check_model(self, model: Any, batch_size: int | None = None) -> None:
+        """Raise for a model whose steps could not be written here, before any work.
+
+        Args:
+            model: GlmMoeDsaForCausalLM, or its decoder.
+            batch_size: sequences of a step; None: as many as the cache has.
+
+        Raises:
+            ConfigError: fewer layers than the model has.
+            ValueError: another batch size, dtype or device.
+        """
+        if model.config.num_hidden_layers > self.num_decoder_layers:
+            raise self._layer_error(self.num_decoder_layers, is_decoder=True)
+        weight = model.get_input_embeddings().weight
+        is_autocast = torch.is_autocast_enabled(weight.device.type)
+        self._check_states(batch_size, weight.device, self.dtype if is_autocast else weight.dtype)
+
     def check_capacity(self) -> None:
         """Raise if a step has gone beyond `max_cache_len` unseen. Waits for the device.
 
@@ -502,35 +519,42 @@ class PagedCache(Cache):
 
     def _check_step(self, key_states: torch.Tensor, layer_idx: int) -> None:
         self._check_layer(layer_idx)
-        if key_states.shape[0] != self._batch_size:
-            if torch.compiler.is_compiling():
-                # Dynamo may know the sizes as symbols only, which it cannot write.
-                raise ValueError(
-                    "PagedCache was made for another batch_size than this step has sequences (beam "
-                    "search and num_return_sequences multiply the batch); make it with that one"
-                )
+        if torch.compiler.is_compiling() and key_states.shape[0] != self._batch_size:
+            # Dynamo may know the sizes as symbols only, which it cannot write.
             raise ValueError(
-                f"PagedCache was made for batch_size={self._batch_size}, but this step has "
-                f"{key_states.shape[0]} sequences (beam search and num_return_sequences multiply "
-                "the batch); make it with that batch_size"
+                "PagedCache was made for another batch_size than this step has sequences (beam "
+                "search and num_return_sequences multiply the batch); make it with that one"
             )
-        device = self.layers[layer_idx].latent_pages.device
-        if key_states.device != device:
-            raise ValueError(
-                f"PagedCache is on {device} but the model computes on {key_states.device}; make it "
-                f'with device="{key_states.device}"'
-            )
-        if key_states.dtype != self.dtype:
-            raise ValueError(
-                f"PagedCache holds {self.dtype} but the model computes {key_states.dtype}; make it "
-                f"with dtype={key_states.dtype}"
-            )
-        if torch.compiler.is_compiling():
+        is_compiling = torch.compiler.is_compiling()
+        batch_size = None if is_compiling else key_states.shape[0]
+        self._check_states(batch_size, key_states.device, key_states.dtype)
+        if is_compiling:
             return
         held = held_tokens(self.lengths)
         num_new = key_states.shape[2]
         if held is not None and held + num_new > self.max_cache_len:
             raise ValueError(full_message("PagedCache", held, num_new, self.max_cache_len))
+
+    def _check_states(
+        self, batch_size: int | None, device: torch.device, dtype: torch.dtype
+    ) -> None:
+        """Refuse latents of another batch size, device or dtype."""
+        if batch_size is not None and batch_size != self._batch_size:
+            raise ValueError(
+                f"PagedCache was made for batch_size={self._batch_size}, but this step has "
+                f"{batch_size} sequences (beam search and num_return_sequences multiply the "
+                "batch); make it with that batch_size"
+            )
+        if device != self.lengths.device:
+            raise ValueError(
+                f"PagedCache is on {self.lengths.device} but the model computes on {device}; make "
+                f'it with device="{device}"'
+            )
+        if dtype != self.dtype:
+            raise ValueError(
+                f"PagedCache holds {self.dtype} but the model computes {dtype}; make it with "
+                f"dtype={dtype}"
+            )
 
     def _check_layer(self, layer_idx: int) -> None:
         """Refuse the layers of a model with fewer or more of them than the cache was made for."""
@@ -542,8 +566,12 @@ class PagedCache(Cache):
         if layer_idx < len(self.layers) and not is_decoder:
             return
         self._take_back()
+        raise self._layer_error(layer_idx, is_decoder=is_decoder)
+
+    def _layer_error(self, layer_idx: int, *, is_decoder: bool) -> ConfigError:
+        """What a layer that has no place here is refused with."""
         num_mtp_layers = len(self.layers) - self.num_decoder_layers
-        raise ConfigError(
+        return ConfigError(
             f"PagedCache was made for {self.num_decoder_layers} decoder layers and "
             f"{num_mtp_layers} MTP layers, but layer {layer_idx} "
             f"{'of the model ' if is_decoder else ''}writes to it; make it from the config of the "

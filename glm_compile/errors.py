@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from glm_compile.report import CompileReport
@@ -34,3 +34,21 @@ class MatchError(GlmCompileError):
     def __init__(self, message: str, report: CompileReport) -> None:
         super().__init__(message)
         self.report = report
+
+
+def as_backend_error(error: Exception) -> Exception:
+    """The same error, of a class that is also Dynamo's error of backends.
+
+    Dynamo wraps what a backend raises, so that `except MatchError` around a compiled model would
+    not catch one. What is a `BackendCompilerFailed` already passes as it is.
+    """
+    from torch._dynamo.exc import BackendCompilerFailed
+
+    kind = type(error)
+    names = {"__module__": kind.__module__, "__qualname__": kind.__qualname__}
+    both: Any = type(kind.__name__, (kind, BackendCompilerFailed), names)
+    raised: Exception = both.__new__(both)  # its classes disagree about __init__
+    raised.__dict__.update(error.__dict__)
+    raised.__dict__.update(backend_name="glm", inner_exception=error, first_useful_frame=None)
+    raised.args = error.args
+    return raised.with_traceback(error.__traceback__)

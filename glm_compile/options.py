@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-import difflib
-from collections.abc import Mapping
+import functools
+from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass, fields
-from typing import Any
+from typing import Any, TypeVar
 
+from glm_compile.arguments import closest, describe
 from glm_compile.errors import UnsupportedError
 from glm_compile.fx_passes.base import INDEXER_DTYPES
 
@@ -27,12 +28,29 @@ PASS_NAMES = (
 NEEDS_MASK = ("indexer_prologue", "indexer_topk", "sparse_mla")
 
 
+T = TypeVar("T")
+
+
 class _Default(str):
     """A choice that nobody made: equal to its text, and told apart by its type."""
 
     __slots__ = ()
 
 
+def _naming_unknown_fields(cls: type[T]) -> type[T]:
+    """The dataclass, whose constructor names the known fields for one that it does not know."""
+    init: Callable[..., None] = cls.__init__
+
+    @functools.wraps(init)
+    def checked_init(self: T, *args: Any, **kwargs: Any) -> None:
+        _check_names(kwargs, [field.name for field in fields(cls)])  # type: ignore[arg-type]
+        init(self, *args, **kwargs)
+
+    cls.__init__ = checked_init  # type: ignore[method-assign,assignment]
+    return cls
+
+
+@_naming_unknown_fields
 @dataclass(frozen=True)
 class CompileOptions:
     """What a user can choose about one compilation.
@@ -51,7 +69,8 @@ class CompileOptions:
             nor on the others. Repeated runs are equal either way.
 
     Raises:
-        ValueError: a value that is not among the known ones; the message names them.
+        ValueError: an unknown field, or a value that is not among the known ones; the message names
+            them.
         UnsupportedError: `inner="tensorrt"`, which this version cannot serve.
     """
 
@@ -69,7 +88,8 @@ class CompileOptions:
                 raise ValueError(
                     f"option {name!r}: expected True or False, got {getattr(self, name)!r}"
                 )
-        if isinstance(self.disable, str) or not all(isinstance(n, str) for n in self.disable):
+        is_names = isinstance(self.disable, Collection) and not isinstance(self.disable, str)
+        if not is_names or not all(isinstance(name, str) for name in self.disable):
             raise ValueError(
                 f"option 'disable': expected a tuple of pass names, got {self.disable!r}"
             )
@@ -104,16 +124,8 @@ class CompileOptions:
         if isinstance(options, CompileOptions):
             return options
         if not isinstance(options, Mapping):
-            raise ValueError(
-                f"options: expected a dict or CompileOptions, got {type(options).__name__}"
-            )
-        known = [f.name for f in fields(cls)]
-        for name in options:
-            if name not in known:
-                raise ValueError(
-                    f"unknown option {name!r}{_closest(name, known)}; known options: "
-                    f"{', '.join(known)}"
-                )
+            raise ValueError(f"options: expected a dict or CompileOptions, got {describe(options)}")
+        _check_names(options, [field.name for field in fields(cls)])
         return cls(**options)
 
 
@@ -134,14 +146,26 @@ def check_mode(mode: str | None) -> None:
         )
 
 
+def fp8_cache_error() -> UnsupportedError:
+    """What the FP8 tier over a cache without FP8 index keys is refused with."""
+    return UnsupportedError(
+        "indexer_dtype='fp8' needs a PagedCache whose index keys are FP8 "
+        "(PagedCache(..., index_dtype=torch.float8_e4m3fn)); this step's cache stores them in the "
+        "model's dtype. Use such a cache, or indexer_dtype='auto'"
+    )
+
+
+def _check_names(names: Iterable[Any], known: list[str]) -> None:
+    for name in names:
+        if name not in known:
+            raise ValueError(
+                f"unknown option {name!r}{closest(name, known)}; known options: {', '.join(known)}"
+            )
+
+
 def _check_choice(option: str, value: Any, known: tuple[str, ...]) -> None:
-    if value not in known:
+    if not isinstance(value, str) or value not in known:
         names = ", ".join(repr(k) for k in known)
         raise ValueError(
-            f"option {option!r}: expected one of {names}, got {value!r}{_closest(value, known)}"
+            f"option {option!r}: expected one of {names}, got {value!r}{closest(value, known)}"
         )
-
-
-def _closest(name: Any, known: tuple[str, ...] | list[str]) -> str:
-    close = difflib.get_close_matches(str(name), known, n=1)
-    return f" (did you mean {close[0]!r}?)" if close else ""

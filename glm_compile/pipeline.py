@@ -20,7 +20,7 @@ from torch import fx
 
 from glm_compile import inner, report
 from glm_compile.capacity import watch_capacity
-from glm_compile.errors import MatchError, UnsupportedError
+from glm_compile.errors import MatchError
 from glm_compile.fx_passes import PARTS, make_passes
 from glm_compile.fx_passes._dynamo_graph import (
     example_value,
@@ -44,7 +44,7 @@ from glm_compile.fx_passes.layer_kinds import (
     split_layer_kinds,
 )
 from glm_compile.graph_facts import GraphFacts, module_name, read_facts
-from glm_compile.options import PASS_NAMES, CompileOptions
+from glm_compile.options import PASS_NAMES, CompileOptions, fp8_cache_error
 from glm_compile.report import CompileReport, GraphDump
 from glm_compile.weights import MergeRecord, merge_groups
 
@@ -131,11 +131,7 @@ class _Job:
         """Refuse the FP8 tier over a cache without FP8 index keys."""
         wants_fp8 = self.options.indexer_dtype == "fp8" and self.facts.num_indexers
         if wants_fp8 and not self.facts.has_fp8_keys:
-            raise UnsupportedError(
-                "indexer_dtype='fp8' needs a PagedCache whose index keys are FP8 "
-                "(PagedCache(..., index_dtype=torch.float8_e4m3fn)); this graph's cache stores "
-                "them in the model's dtype. Use such a cache, or indexer_dtype='auto'"
-            )
+            raise fp8_cache_error()
 
     def check_is_model(self) -> None:
         """Say so when the graph does not hold the model, or only a part without decoder layers."""

@@ -9,8 +9,9 @@ B batch, S query tokens, C hidden, K selected tokens, X width of a cached row, V
 
 from __future__ import annotations
 
+import dataclasses
 import types
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -19,6 +20,7 @@ import torch
 
 from glm_compile.backend import glm
 from glm_compile.cache import DraftSeed, PagedCache
+from glm_compile.early import check_options, find_wrapper
 from glm_compile.errors import UnsupportedError
 from glm_compile.generation.graphs import GraphStore
 from glm_compile.model_facts import cache_argument, mask_dtype
@@ -51,8 +53,7 @@ class Compiler:
     @property
     def is_own(self) -> bool:
         """Whether it is this package's backend."""
-        function = getattr(self.backend, "compiler_fn", self.backend)
-        return getattr(function, "__module__", None) == glm.__module__
+        return is_own(self.backend)
 
     def __call__(self, step: Callable) -> Callable:
         """Compile one step; sizes are static unless they are marked."""
@@ -64,10 +65,19 @@ class Compiler:
         return torch.compile(own, backend=self.backend, fullgraph=True, dynamic=False)
 
 
+def is_own(backend: Any) -> bool:
+    """Whether it is this package's backend, bare or in torch's wrapper."""
+    function = getattr(backend, "compiler_fn", backend)
+    return getattr(function, "__module__", None) == glm.__module__
+
+
 def unwrap_compiled(model: Any) -> tuple[Any, Compiler | None]:
     """The plain model, and its compiler if it is compiled.
 
     Seen are `torch.compile(model)`, `model.compile()` and a compiled `model.forward`.
+
+    Raises:
+        ValueError: options or a mode that this package's backend would refuse.
     """
     if hasattr(model, "_orig_mod"):
         return model._orig_mod, _compiler_of(model.forward, getattr(model, "dynamo_ctx", None))
@@ -83,12 +93,14 @@ def _compiler_of(call: Any, context: Any) -> Compiler:
     candidates = [getattr(context, "callback", None)]
     candidates += [cell.cell_contents for cell in getattr(call, "__closure__", None) or ()]
     for candidate in candidates:
-        while (inner := getattr(candidate, "_torchdynamo_orig_backend", None)) is not None:
-            candidate = inner
-        if hasattr(candidate, "compiler_fn"):
-            options = dict(getattr(candidate, "kwargs", {}).get("options") or {})
-            assert callable(candidate)
-            return Compiler(call, candidate, options)
+        if (wrapper := find_wrapper(candidate)) is None:
+            continue
+        keywords = getattr(wrapper, "kwargs", {})
+        options = keywords.get("options") or {}
+        if is_own(wrapper):
+            checked = check_options(keywords)
+            options = options if isinstance(options, Mapping) else dataclasses.asdict(checked)
+        return Compiler(call, wrapper, dict(options))
     raise UnsupportedError(
         "generate: cannot find the backend of the compiled model with torch "
         f"{torch.__version__}; "

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import inspect
 
 import pytest
 
@@ -48,6 +49,11 @@ def test_inner_knows_whether_it_was_asked_for():
 def test_unknown_option_names_the_known_ones_and_the_closest():
     with pytest.raises(ValueError, match=r"'indexer_type'.*did you mean 'indexer_dtype'.*strict"):
         CompileOptions.from_dict({"indexer_type": "fp8"})
+    with pytest.raises(ValueError, match=r"'indexer_type'.*did you mean 'indexer_dtype'.*strict"):
+        CompileOptions(indexer_type="fp8")
+    with pytest.raises(ValueError, match="unknown option 3; known options: indexer_dtype"):
+        CompileOptions.from_dict({3: 1})
+    assert list(inspect.signature(CompileOptions).parameters)[0] == "indexer_dtype"
 
 
 @pytest.mark.parametrize(
@@ -61,6 +67,8 @@ def test_unknown_option_names_the_known_ones_and_the_closest():
         ("disable", "merge_linears", "expected a tuple of pass names"),
         ("disable", ("merge_linear",), "did you mean 'merge_linears'"),
         ("disable", (3,), "expected a tuple of pass names"),
+        ("disable", 3, "expected a tuple of pass names, got 3"),
+        ("disable", None, "expected a tuple of pass names, got None"),
     ],
 )
 def test_wrong_value_says_what_was_expected(name, value, message):

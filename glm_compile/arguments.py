@@ -1,0 +1,50 @@
+"""Checks of what callers pass: each message says what was expected and what was found."""
+
+from __future__ import annotations
+
+import difflib
+import numbers
+from collections.abc import Iterable
+from typing import Any
+
+
+def is_integer(value: Any) -> bool:
+    """Whether it is an integer, NumPy's included; True and False are none."""
+    return isinstance(value, numbers.Integral) and not isinstance(value, bool)
+
+
+def check_integer(
+    where: str, name: str, value: Any, least: int, *, is_optional: bool = False
+) -> None:
+    """Raise ValueError unless the argument is an integer of at least `least` (or None)."""
+    if is_optional and value is None:
+        return
+    if not is_integer(value):
+        or_none = " or None" if is_optional else ""
+        raise ValueError(
+            f"{where}: {name} must be an integer of at least {least}{or_none}, got {value!r}"
+        )
+    if value < least:
+        raise ValueError(f"{where}: {name} must be at least {least}, got {value}")
+
+
+def check_flag(where: str, name: str, value: Any, *, is_optional: bool = False) -> None:
+    """Raise ValueError unless the argument is True or False (or None)."""
+    if isinstance(value, bool) or (is_optional and value is None):
+        return
+    expected = "True, False or None" if is_optional else "True or False"
+    raise ValueError(f"{where}: {name} must be {expected}, got {value!r}")
+
+
+def describe(value: Any) -> str:
+    """What a wrong object is, for a message: its class, and its text where that is short."""
+    if isinstance(value, type):
+        return f"the class {value.__name__} itself"
+    kind = type(value).__name__
+    return f"{kind} {value!r}" if isinstance(value, str) and len(value) < 60 else kind
+
+
+def closest(name: Any, known: Iterable[str]) -> str:
+    """A question after the nearest of the known names, to follow a wrong one; or nothing."""
+    close = difflib.get_close_matches(str(name), list(known), n=1)
+    return f" (did you mean {close[0]!r}?)" if close else ""

@@ -1,0 +1,168 @@
+"""What is checked of a compiled model's call before Dynamo traces it.
+
+torch.compile hands a backend nothing but finished graphs, and it may take a minute to trace one,
+only to hear of a misspelt option. A wrong cache never gets so far: Dynamo stops in the middle of
+the model, with an error about tracing. But Dynamo tells who asks that it begins. It does not say
+for which backend nor with which arguments, so both are read off the frame that compiles. Where
+there is no such frame (another torch), or nobody is told any more (`torch._dynamo.reset` until the
+next compilation), options are checked by the backend, behind the trace.
+"""
+
+from __future__ import annotations
+
+import inspect
+import sys
+from collections.abc import Callable, Mapping
+from types import FrameType
+from typing import Any
+
+import torch
+from torch._dynamo.callback import CallbackArgs, callback_handler
+
+from glm_compile.arguments import describe
+from glm_compile.errors import ConfigError, GlmCompileError, as_backend_error
+from glm_compile.model_facts import FULL, MODEL_TYPE
+from glm_compile.options import CompileOptions, check_mode, fp8_cache_error
+
+# Names of the argument in the transformers versions that are supported.
+CACHE_ARGUMENTS = ("cache", "past_key_values")
+
+
+_BACKENDS: list[Callable[..., Any]] = []
+
+
+def check_calls_of(backend: Callable[..., Any]) -> None:
+    """Check each call of a model that is about to be compiled by this backend."""
+    if backend not in _BACKENDS:
+        _BACKENDS.append(backend)
+    if _on_start not in callback_handler.start_callbacks:
+        callback_handler.register_start_callback(_on_start)
+
+
+def find_wrapper(callback: Any) -> Any:
+    """What torch.compile wraps a backend in, below its other wrappers: None if it is not there.
+
+    Its `compiler_fn` is the backend, its `kwargs` are what that is called with.
+    """
+    while (inner := getattr(callback, "_torchdynamo_orig_backend", None)) is not None:
+        callback = inner
+    return callback if hasattr(callback, "compiler_fn") else None
+
+
+def check_options(keywords: Mapping[str, Any]) -> CompileOptions:
+    """The options among torch.compile's keywords.
+
+    Raises:
+        ValueError: an unknown option, value or mode.
+        UnsupportedError: an option that this version cannot serve.
+    """
+    check_mode(keywords.get("mode"))
+    return CompileOptions.from_dict(keywords.get("options"))
+
+
+def _on_start(_args: CallbackArgs) -> None:
+    frame = _compiling_frame()
+    wrapper = None if frame is None else find_wrapper(frame.f_locals.get("compiler_fn"))
+    if frame is None or wrapper is None or not any(wrapper.compiler_fn is b for b in _BACKENDS):
+        return
+    try:
+        options = check_options(getattr(wrapper, "kwargs", {}))
+        scope = frame.f_locals.get("locals")
+        if isinstance(scope, Mapping):
+            _check_call(scope, options)
+    except (GlmCompileError, ValueError) as error:
+        raise as_backend_error(error) from None
+
+
+def _compiling_frame() -> FrameType | None:
+    """Dynamo's `_compile` below this one: its locals hold the backend and the traced frame's."""
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None:
+        is_dynamo = frame.f_globals.get("__name__") == "torch._dynamo.convert_frame"
+        if is_dynamo and frame.f_code.co_name == "_compile":
+            return frame
+        frame = frame.f_back
+    return None
+
+
+def _check_call(scope: Mapping[str, Any], options: CompileOptions) -> None:
+    """Check the cache that a model of the family is called with.
+
+    Args:
+        scope: locals of the frame that is traced: of the forward, or of a wrapper around it.
+    """
+    model: Any = scope.get("self")
+    family = getattr(getattr(model, "config", None), "model_type", None)
+    if family != MODEL_TYPE or not hasattr(model, "get_input_embeddings"):
+        return
+    parameters = list(inspect.signature(type(model).forward).parameters)
+    given = {name: scope[name] for name in parameters if name in scope}
+    if isinstance(arguments := scope.get("args"), tuple):
+        given.update(zip(parameters[1:], arguments))
+    if isinstance(keywords := scope.get("kwargs"), dict):
+        given.update(keywords)
+    for name in CACHE_ARGUMENTS:
+        if given.get(name) is not None:
+            check_cache(name, given[name], model, options, _batch_size(given))
+    if given.get("cache") is not None and "cache" not in parameters:
+        raise ValueError(
+            "this version of transformers would ignore cache=: it calls the argument "
+            "past_key_values"
+        )
+
+
+def check_cache(
+    name: str, cache: Any, model: Any, options: CompileOptions, batch_size: int | None
+) -> None:
+    """Raise for a cache that a step of the model could not write into.
+
+    Args:
+        name: of the argument, for messages.
+        batch_size: sequences of the step; None if it is not known.
+
+    Raises:
+        ValueError: no cache, or one of another batch size or dtype.
+        ConfigError: a cache made for another model.
+        UnsupportedError: the FP8 tier without FP8 index keys.
+    """
+    from transformers.cache_utils import Cache
+
+    from glm_compile.cache import PagedCache
+
+    if not isinstance(cache, Cache):
+        raise ValueError(
+            f"{name}: expected a cache of transformers (StaticCache, DynamicCache), a "
+            f"glm_compile.PagedCache or None, got {describe(cache)}; for instance "
+            "glm_compile.PagedCache(model.config, batch_size=1, max_cache_len=4096)"
+        )
+    if isinstance(cache, PagedCache):
+        cache.check_model(model, batch_size)
+    elif type(cache).update_indexer is Cache.update_indexer:
+        _check_layers(name, cache, model.config)
+    if options.indexer_dtype == "fp8" and not getattr(cache, "is_index_fp8", False):
+        raise fp8_cache_error()
+
+
+def _check_layers(name: str, cache: Any, config: Any) -> None:
+    """Raise for transformers' own cache whose layers are not those of the model."""
+    layers = getattr(cache, "layers", ())
+    kinds = config.indexer_types[: config.num_hidden_layers]
+    is_indexed = [hasattr(layer, "update_indexer") for layer in layers]
+    missing = [
+        i for i, (kind, has) in enumerate(zip(kinds, is_indexed)) if kind == FULL and not has
+    ]
+    if len(layers) >= len(kinds) and not missing:
+        return
+    found = f"{len(layers)} layers" if len(layers) < len(kinds) else f"none for layer {missing[0]}"
+    raise ConfigError(
+        f"{name}: expected a cache with the model's {len(kinds)} layers and places for index keys, "
+        f"got {type(cache).__name__} with {found}; make it from the model's config, for instance "
+        "DynamicCache(config=model.config)"
+    )
+
+
+def _batch_size(given: Mapping[str, Any]) -> int | None:
+    for name in ("input_ids", "inputs_embeds"):
+        if isinstance(given.get(name), torch.Tensor) and given[name].dim() > 1:
+            return int(given[name].shape[0])
+    return None

@@ -1,0 +1,158 @@
+"""What a compiled model's first call is refused with before Dynamo traces anything."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch._dynamo.exc import BackendCompilerFailed
+from torch._dynamo.utils import counters
+from transformers import DynamicCache, LlamaConfig, StaticCache
+
+import glm_compile
+from glm_compile import CompileOptions, PagedCache, early
+from glm_compile.backend import glm
+from glm_compile.errors import ConfigError, MatchError, UnsupportedError
+from glm_compile.generation.steps import unwrap_compiled
+from tests.tiny_models import CACHE_ARGUMENT, tiny_config, tiny_model
+
+IDS = torch.arange(10).view(2, 5)
+FEW = {"num_hidden_layers": 1, "first_k_dense_replace": 1, "indexer_types": ["full"]}
+
+
+@pytest.fixture(scope="module")
+def model() -> Any:
+    return tiny_model()
+
+
+@pytest.fixture(autouse=True)
+def _told() -> None:
+    """The fixture of every test makes Dynamo forget; loading the entry point does this."""
+    early.check_calls_of(glm)
+    counters.clear()
+
+
+def call(model: Any, cache: Any = None, *, fullgraph: bool = True, **kwargs: Any) -> Any:
+    compiled = torch.compile(model, backend="glm", fullgraph=fullgraph, **kwargs)
+    return compiled(IDS, **{CACHE_ARGUMENT: cache})
+
+
+def assert_nothing_traced() -> None:
+    assert not counters["frames"]["ok"] and not counters["stats"]["unique_graphs"]
+
+
+@pytest.mark.parametrize("fullgraph", [True, False])
+@pytest.mark.parametrize(
+    ("kwargs", "message"),
+    [
+        ({"options": {"strickt": True}}, "unknown option 'strickt' .did you mean 'strict'"),
+        ({"options": {"inner": "eagr"}}, "expected one of .* got 'eagr' .did you mean 'eager'"),
+        ({"options": "fp8"}, "expected a dict or CompileOptions, got str 'fp8'"),
+        ({"mode": "max-autotune"}, "mode='max-autotune'"),
+    ],
+)
+def test_options_are_checked_ahead_of_the_trace(
+    model: Any, kwargs: dict[str, Any], message: str, fullgraph: bool
+) -> None:
+    with pytest.raises(ValueError, match=message) as raised:
+        call(model, fullgraph=fullgraph, **kwargs)
+    assert isinstance(raised.value, BackendCompilerFailed)
+    assert_nothing_traced()
+    with pytest.raises(ValueError, match=message):
+        glm_compile.generate(torch.compile(model, backend="glm", **kwargs), IDS)
+
+
+def test_other_backends_have_options_of_their_own() -> None:
+    def backend(graph_module: Any, inputs: Any, *, options: Any) -> Any:
+        return graph_module
+
+    compiled = torch.compile(torch.nn.Linear(5, 2), backend=backend, options={"strickt": 1})
+    assert compiled(torch.ones(1, 5)).shape == (1, 2)
+
+
+WRONG_CACHES: list[tuple[Any, type[Exception], str]] = [
+    (lambda config: "paged", ValueError, "got str 'paged'; for instance glm_compile.PagedCache"),
+    (lambda config: ((torch.zeros(1),) * 2,) * 4, ValueError, "got tuple"),
+    (lambda config: PagedCache, ValueError, "got the class PagedCache itself"),
+    (lambda config: DynamicCache(), ConfigError, "got DynamicCache with 0 layers"),
+    (
+        lambda config: StaticCache(LlamaConfig(num_hidden_layers=4), max_cache_len=8),
+        ConfigError,
+        r"got StaticCache with none for layer 0; .*config=model\.config",
+    ),
+    (
+        lambda config: StaticCache(tiny_config(**FEW), max_cache_len=8),
+        ConfigError,
+        "the model's 4 layers .* got StaticCache with 1 layers",
+    ),
+    (
+        lambda config: PagedCache(tiny_config(**FEW), 2, 64),
+        ConfigError,
+        "made for 1 decoder layers and 0 MTP layers, but layer 1 of the model writes to it",
+    ),
+    (lambda config: PagedCache(config, 3, 64), ValueError, "batch_size=3, .* has 2 sequences"),
+    (
+        lambda config: PagedCache(config, 2, 64, dtype=torch.bfloat16),
+        ValueError,
+        "holds torch.bfloat16 but the model computes torch.float32",
+    ),
+]
+
+
+@pytest.mark.parametrize(("make", "error", "message"), WRONG_CACHES)
+def test_a_wrong_cache_is_named_ahead_of_the_trace(
+    model: Any, make: Any, error: type[Exception], message: str
+) -> None:
+    with pytest.raises(error, match=message):
+        call(model, make(model.config))
+    with pytest.raises(error, match=message):
+        torch.compile(model, backend="glm")(IDS, None, None, make(model.config))
+    assert_nothing_traced()
+
+
+def test_the_fp8_tier_asks_for_its_cache_ahead_of_the_trace(model: Any) -> None:
+    for cache in (DynamicCache(config=model.config), PagedCache(model.config, 2, 64)):
+        with pytest.raises(UnsupportedError, match="needs a PagedCache whose index keys are FP8"):
+            call(model, cache, options={"indexer_dtype": "fp8"})
+    assert_nothing_traced()
+
+
+def test_an_argument_that_would_be_ignored_is_an_error(
+    model: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """transformers 5.20 calls it past_key_values, and drops arguments that it does not know."""
+
+    def forward(
+        self: Any, input_ids: Any = None, past_key_values: Any = None, **kwargs: Any
+    ) -> Any:
+        pytest.fail("it ran")
+
+    monkeypatch.setattr(type(model), "forward", forward)
+    compiled = torch.compile(model, backend="glm")
+    with pytest.raises(ValueError, match="calls the argument past_key_values"):
+        compiled(IDS, cache=DynamicCache(config=model.config))
+
+
+def test_what_is_right_is_let_through(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Reached(Exception):
+        pass
+
+    def compile_graph(*args: Any) -> Any:
+        raise Reached
+
+    monkeypatch.setattr("glm_compile.pipeline.compile_graph", compile_graph)
+    model = tiny_model(tiny_config(**FEW))
+    torch._dynamo.reset()  # forgets whom to tell; the backend asks anew
+    with pytest.raises(BackendCompilerFailed, match="Reached"):
+        call(model, PagedCache(model.config, 2, 64), options=CompileOptions(inner="eager"))
+    with pytest.raises(ValueError, match="strickt"):
+        call(model, options={"strickt": True})
+
+
+def test_a_record_of_options_reaches_generate(model: Any) -> None:
+    options = CompileOptions(indexer_dtype="fp8")
+    _, compiler = unwrap_compiled(torch.compile(model, backend="glm", options=options))
+    assert compiler is not None and compiler.options["indexer_dtype"] == "fp8"
+    with pytest.raises(MatchError, match="not one of glm_moe_dsa"):  # a step, in two wrappers
+        compiler(lambda x: x + 1)(torch.ones(2))
