@@ -63,11 +63,18 @@ def _steps(has_top_k: bool, has_top_p: bool) -> list[_Step]:
 
 
 @triton.jit
-def load_keys(
-    scores, stride_row, stride_value, temperature, inverse, row, v, inside,
-    BY_INVERSE: tl.constexpr,
+def load_piece(
+    scores, stride_row, stride_value, temperature, inverse, workspace, row_size, vocab_size,
+    BY_INVERSE: tl.constexpr, BLOCK_V: tl.constexpr,
 ):  # fmt: skip
-    """Scores over temperature in fp32, and their keys in uint32."""
+    """A program's piece: (row, the row's workspace, ids, are they inside, x, keys).
+
+    x is scores over temperature in fp32, its keys are uint32.
+    """
+    row = tl.program_id(1).to(tl.int64)
+    workspace += row * row_size
+    v = tl.program_id(0) * BLOCK_V + tl.arange(0, BLOCK_V)
+    inside = v < vocab_size
     at = row * stride_row + v.to(tl.int64) * stride_value
     score = tl.load(scores + at, mask=inside, other=0.0).to(tl.float32)
     if BY_INVERSE:  # noqa: SIM108
@@ -78,7 +85,7 @@ def load_keys(
     x = tl.where(x == 0, 0.0, x)
     bits = tl.where(x == x, x.to(tl.int32, bitcast=True), 0x7FC00000)
     flip = (bits >> 31) | -2147483648
-    return x, (bits ^ flip).to(tl.uint32, bitcast=True)
+    return row, workspace, v, inside, x, (bits ^ flip).to(tl.uint32, bitcast=True)
 
 
 @triton.jit
@@ -149,13 +156,10 @@ def weigh_kernel(
     BLOCK_V: tl.constexpr,
 ):
     """Weigh the values of a digit. `BEFORE` and `STATE` are places in the workspace."""
-    row = tl.program_id(1).to(tl.int64)
-    workspace += row * row_size
-    v = tl.program_id(0) * BLOCK_V + tl.arange(0, BLOCK_V)
-    inside = v < vocab_size
-    x, key = load_keys(
-        scores, stride_row, stride_value, temperature, inverse, row, v, inside, BY_INVERSE
-    )
+    _, workspace, _, inside, x, key = load_piece(
+        scores, stride_row, stride_value, temperature, inverse, workspace, row_size, vocab_size,
+        BY_INVERSE, BLOCK_V,
+    )  # fmt: skip
     if FINDS_LARGEST:
         tl.atomic_max(workspace, tl.max(tl.where(inside, key, 0), 0).to(tl.int64))
     if KIND != _NONE:
@@ -212,13 +216,10 @@ def tie_kernel(
     BLOCK_V: tl.constexpr,
 ):
     """Count the scores of each piece that equal top-p's threshold."""
-    row = tl.program_id(1).to(tl.int64)
-    workspace += row * row_size
-    v = tl.program_id(0) * BLOCK_V + tl.arange(0, BLOCK_V)
-    inside = v < vocab_size
-    _, key = load_keys(
-        scores, stride_row, stride_value, temperature, inverse, row, v, inside, BY_INVERSE
-    )
+    row, workspace, _, inside, _, key = load_piece(
+        scores, stride_row, stride_value, temperature, inverse, workspace, row_size, vocab_size,
+        BY_INVERSE, BLOCK_V,
+    )  # fmt: skip
     _, _, threshold, _ = load_state(
         workspace + BEFORE, k, top_p, KIND_BEFORE, SHIFT_BEFORE, BINS_BEFORE
     )
@@ -251,13 +252,10 @@ def write_kernel(
 ):
     """Probabilities of what is kept; NaN in a row that has none."""
     piece = tl.program_id(0)
-    row = tl.program_id(1).to(tl.int64)
-    workspace += row * row_size
-    v = piece * BLOCK_V + tl.arange(0, BLOCK_V)
-    inside = v < vocab_size
-    x, key = load_keys(
-        scores, stride_row, stride_value, temperature, inverse, row, v, inside, BY_INVERSE
-    )
+    row, workspace, v, inside, x, key = load_piece(
+        scores, stride_row, stride_value, temperature, inverse, workspace, row_size, vocab_size,
+        BY_INVERSE, BLOCK_V,
+    )  # fmt: skip
     largest_key = tl.load(workspace)
     largest = to_score(largest_key)
     lowest, total, threshold, above = load_state(

@@ -5,9 +5,9 @@ Shape legend: R rows, H heads, N nope dim of a query, L rank of the latent, V va
 
 from __future__ import annotations
 
-# More rows than this are a job for the library's batched product: both products of a layer take
-# 9.8 us at 16 rows (library 16.4) and 18.2 at 24 (17.0), on one NVIDIA H200 on 2026-11-30, by the
-# method of tests/benchmarks/test_mla_absorb_benchmark.py.
+# More rows than this are a job for the library's batched product: both products of a layer, without
+# a rotation, take 9.8 us at 16 rows (library 16.4) and 18.2 at 24 (17.0), on one NVIDIA H200 on
+# 2026-11-30, by the method of tests/benchmarks/test_mla_absorb_benchmark.py.
 MAX_FEW_ROWS = 16
 # Columns of a 128-byte line of bf16: the width of what the copy engine brings in.
 LINE = 64

@@ -79,15 +79,25 @@ def count_accepted(
     p,
     stride_p_row,
     q,
+    stride_q,
     stride_q_row,
     drafts,
+    stride_drafts,
     stride_draft,
     row_key,
     position,
+    sequence,
     K: tl.constexpr,
     BLOCK_K: tl.constexpr,
 ):
-    """Drafts of one sequence that are accepted, int64; the pointers are those of the sequence."""
+    """(drafts of a sequence that are accepted, int64, its q, its drafts); `p` is its own already.
+
+    Without drafts 0, and nothing is read.
+    """
+    if K == 0:
+        return tl.zeros((), tl.int64), q, drafts
+    q += sequence * stride_q
+    drafts += sequence * stride_drafts
     i = tl.arange(0, BLOCK_K).to(tl.int64)
     inside = i < K
     draft = tl.load(drafts + i * stride_draft, mask=inside, other=0)
@@ -96,7 +106,7 @@ def count_accepted(
     bits = position_key(row_key + tl.zeros_like(i), position + i, _COIN)
     coin = (bits >> 40).to(tl.int32).to(tl.float32) * 5.9604644775390625e-08
     is_rejected = inside & ((coin * q_draft < p_draft) == 0)
-    return tl.min(tl.where(is_rejected, i, K), 0)
+    return tl.min(tl.where(is_rejected, i, K), 0), q, drafts
 
 
 @triton.jit
@@ -138,13 +148,10 @@ def race_kernel(
     v = piece * BLOCK_V + tl.arange(0, BLOCK_V)
     inside = v < vocab_size
     v_64 = v.to(tl.int64)
-    accepted = tl.zeros((), tl.int64)
-    if K > 0:
-        q += sequence * stride_q
-        drafts += sequence * stride_drafts
-        accepted = count_accepted(
-            p, stride_p_row, q, stride_q_row, drafts, stride_draft, row_key, position, K, BLOCK_K
-        )
+    accepted, q, _ = count_accepted(
+        p, stride_p_row, q, stride_q, stride_q_row, drafts, stride_drafts, stride_draft,
+        row_key, position, sequence, K, BLOCK_K,
+    )  # fmt: skip
     key = position_key(row_key + tl.zeros_like(v_64), position + tl.zeros_like(v_64), purpose)
     noise = exponential_of(stream(key, (v_64 + 1).to(tl.uint64, bitcast=True)))
     weight = tl.load(p + accepted * stride_p_row + v_64, mask=inside, other=0.0)
@@ -198,14 +205,11 @@ def decide_kernel(
     p += sequence * stride_p
     place = sequence * num_pieces
     _, token = best_piece(quotients + place, ids + place, num_pieces, BLOCK_N)
-    accepted = tl.zeros((), tl.int64)
+    accepted, _, drafts = count_accepted(
+        p, stride_p_row, q, stride_q, stride_q_row, drafts, stride_drafts, stride_draft,
+        tl.load(row_keys + sequence), tl.load(positions + sequence) + offset, sequence, K, BLOCK_K,
+    )  # fmt: skip
     if K > 0:
-        q += sequence * stride_q
-        drafts += sequence * stride_drafts
-        accepted = count_accepted(
-            p, stride_p_row, q, stride_q_row, drafts, stride_draft,
-            tl.load(row_keys + sequence), tl.load(positions + sequence) + offset, K, BLOCK_K,
-        )  # fmt: skip
         place += tl.num_programs(0).to(tl.int64) * num_pieces
         best, corrected = best_piece(quotients + place, ids + place, num_pieces, BLOCK_N)
         token = tl.where(best > 0, corrected, token)
