@@ -19,10 +19,6 @@ FP8 pages: so do the quantisation of q and the folding of q's scale. The cache i
 
 What attention caches of the same tokens may join these later: see `latent_write`.
 
-Scores of pages may then ask for the keys cached before the step while this op still runs
-(`settled_B`), where these, lengths and block table are the graph's inputs and a linear of the graph
-lies before.
-
 Where weights_proj is kept in fp32 and reads a cast of the layer's input, the projection is an op
 too, since the library takes a launch for the cast and two for the product:
 
@@ -39,7 +35,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import Any, cast
+from typing import Any
 
 import torch
 from torch import fx
@@ -53,7 +49,6 @@ from glm_compile.fx_passes.indexer_topk import NEEDS_FP8_CACHE, check_tier
 from glm_compile.fx_passes.layouts import describe
 from glm_compile.fx_passes.rotations import Rope
 
-aten = torch.ops.aten
 glm = torch.ops.glm
 _SCALE_REASON = "head weights: weights_proj's output is scaled in {}, expected float32 (IDX-2)"
 
@@ -198,8 +193,6 @@ class IndexerPrologue:
         )
         _hand_over(build, call, outputs)
         erase_dead(graph, [*outputs, found.store.node])
-        if _are_settled(anchor, call, found.q.x):
-            _set_argument(anchor, "settled_B", call.kwargs["lengths_B"])
 
 
 def _exact_store(found: Prologue) -> Store | None:
@@ -236,46 +229,6 @@ def _result_of(write: fx.Node) -> fx.Node | None:
     """The buffer after a functionalized write."""
     results = [user for user in write.users if layouts.is_getitem(user)]
     return results[0] if len(results) == 1 else None
-
-
-def _are_settled(anchor: fx.Node, call: fx.Node, q: fx.Node) -> bool:
-    """Whether what the scores read, but for the step's own rows, was there before the graph ran.
-
-    A linear's kernel waits for all kernels ahead of it before it lets others start, so behind one
-    everything from before the graph is there. The prologue, which does not wait first, may lie
-    between: it writes nothing but rows of the pages from the number of cached tokens on.
-    """
-    if not layouts.is_call(anchor, glm.indexer_scores_paged.default):
-        return False
-    read = layouts.named_args(anchor)
-    windows = [read["lengths_R"], *([] if read["starts_R"] is None else [read["starts_R"]])]
-    tables = [read["block_table"], call.kwargs["block_table"]]
-    sources = [canonical.peel(n).source for n in (*windows, *tables, call.kwargs["lengths_B"])]
-    sources += cast("list[fx.Node]", call.kwargs["_all_bases"])
-    is_one_table = tables[0] is tables[1]
-    is_given = all(node.op == "placeholder" for node in sources)
-    return is_one_table and is_given and _is_behind_a_linear(q)
-
-
-def _is_behind_a_linear(node: fx.Node) -> bool:
-    products: tuple[Any, ...] = (aten.mm.default, aten.addmm.default, aten.linear.default)
-    ours = (glm.bf16_linear.default, glm.merged_linear.default, glm.rms_norm_linear.default)
-    front, seen = [node], {node}
-    while front:
-        current = front.pop()
-        if layouts.is_call(current, *products, *ours):
-            return True
-        new = [n for n in current.all_input_nodes if n not in seen]
-        seen.update(new)
-        front.extend(new)
-    return False
-
-
-def _set_argument(node: fx.Node, name: str, value: Any) -> None:
-    """Give a positional argument of an op another value."""
-    target: Any = node.target
-    names = [argument.name for argument in target._schema.arguments]
-    node.update_arg(names.index(name), value)
 
 
 def _hand_over(build: Builder, call: fx.Node, outputs: list[fx.Node]) -> None:

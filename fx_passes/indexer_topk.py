@@ -21,6 +21,8 @@ The selection gets no plan: `topk_plan` holds a row's window, which the kernels 
 lengths as cheaply, while to make one is a launch more. Lengths are made once a forward already;
 where they are made in the same graph, as one layer's, the paged kernels add up the tokens cached
 before the step and the row by themselves, which leaves no launch between them and the prologue.
+Where windows and block table are the graph's inputs and a linear of the graph lies before the
+scores, they are read while the prologue still runs (`early_windows`).
 
 Declines where an operand is not in the dtype or the order that the ops assume, where something
 else reads the scores, and where the tier and the cache do not fit each other.
@@ -36,6 +38,7 @@ from torch import fx
 
 from glm_compile.fx_passes import index_scores, layouts
 from glm_compile.fx_passes.base import Declined, No, PassOptions, PassResult, where
+from glm_compile.fx_passes.canonical import peel
 from glm_compile.fx_passes.editing import Builder, erase_dead
 from glm_compile.fx_passes.index_lengths import cached_lengths
 from glm_compile.fx_passes.index_scores import IndexScores, KeyRead
@@ -155,7 +158,7 @@ class IndexerTopk:
                 key_mask,
                 tokens,
                 is_causal,
-                None,
+                _are_windows_early(scores.q, [read.block_table, lengths_R, starts_R]),
                 "",
             )
         width = layouts.shape_of(anchor)[-1]
@@ -169,3 +172,26 @@ class IndexerTopk:
         selected = build.view(selected, [batch, tokens, width])
         anchor.replace_all_uses_with(selected)
         erase_dead(graph, [anchor])
+
+
+def _are_windows_early(q: fx.Node, windows: list[fx.Node | None]) -> bool:
+    """Whether tensors were there before the graph ran, and a linear lies ahead of the scores.
+
+    A linear's kernel waits for all kernels ahead of it before it lets others start. So whatever is
+    launched between it and the scores, what they read was written before the linear ran.
+    """
+    aten, glm = torch.ops.aten, torch.ops.glm
+    products = (aten.mm.default, aten.addmm.default, aten.linear.default)
+    ours = (glm.bf16_linear.default, glm.merged_linear.default, glm.rms_norm_linear.default)
+    given = [peel(node).source for node in windows if node is not None]
+    if any(node.op != "placeholder" for node in given):
+        return False
+    front, seen = [q], {q}
+    while front:
+        node = front.pop()
+        if layouts.is_call(node, *products, *ours):
+            return True
+        new = [source for source in node.all_input_nodes if source not in seen]
+        seen.update(new)
+        front.extend(new)
+    return False

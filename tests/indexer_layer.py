@@ -187,7 +187,7 @@ def ops_step(layer: IndexerOfLayer, cache: PagedCache, *, has_slots: bool = Fals
             cache.block_table,
             cache.lengths,
             cache.max_cache_len,
-            settled_B=cache.lengths,
+            early_windows=True,
             **rows,
         )
         as_what = {"block_table": cache.block_table} if has_slots else {"repeat_last": True}

@@ -118,7 +118,7 @@ def indexer_scores_paged(
     key_mask: torch.Tensor | None = None,
     rows_per_sequence: int = 1,
     is_causal: bool = False,
-    settled_B: torch.Tensor | None = None,
+    early_windows: bool = False,
     backend: str | None = None,
 ) -> torch.Tensor:
     """Score the keys of pages: key scale * sum over heads of weights * relu(q . k), in fp32.
@@ -142,11 +142,10 @@ def indexer_scores_paged(
         rows_per_sequence: rows that share a line of the block table.
         is_causal: lengths count the tokens cached before the step, one number a sequence: row s of
             it has the length `lengths[b] + s + 1`.
-        settled_B: int32 or int64, how many first keys of each sequence may be read while the
-            kernels just ahead still run, which on a GPU saves `cute` their last microseconds.
-            These keys, this tensor, lengths, starts and table must then have been written ahead
-            of a kernel that waits before it lets its followers start (`bf16_linear`; any kernel
-            of torch), and that kernel ahead of this one. None: all is waited for.
+        early_windows: `cute` may read lengths, starts and block table while the kernels just
+            ahead still run. These must then have been written ahead of a kernel that waits for
+            all before it and only then lets its followers start (`bf16_linear`, any of torch's),
+            and that kernel be launched ahead of this one.
         backend: `reference`, `triton` or `cute` to force one; None takes the first that can.
 
     Returns:
@@ -175,7 +174,6 @@ def indexer_scores_paged(
             f"{op}: weights must be [{num_rows}, {num_heads}], got {tuple(weights_RH.shape)}"
         )
     check_lengths(op, lengths_R, num_rows, rows_per_sequence, is_causal)
-    check_rows(op, "settled", settled_B, (block_table.shape[0],))
     check_rows(op, "starts", starts_R, (num_rows,))
     check_key_mask(op, key_mask, block_table.shape[0], rows_per_sequence, max_len)
     return _paged_op(
@@ -189,7 +187,7 @@ def indexer_scores_paged(
         key_mask,
         rows_per_sequence,
         is_causal,
-        settled_B,
+        early_windows,
         backend or "",
     )
 
@@ -318,7 +316,7 @@ def _run_paged_cute(
     key_mask: torch.Tensor | None,
     rows_per_sequence: int,
     is_causal: bool,
-    settled_B: torch.Tensor | None,
+    early_windows: bool,
 ) -> torch.Tensor:
     from glm_compile.ops.indexer_scores.cute_kernel import indexer_scores_cute
 
@@ -334,7 +332,7 @@ def _run_paged_cute(
         max_len=max_len,
         block_table=block_table,
         is_causal=is_causal,
-        settled_B=settled_B,
+        early_windows=early_windows,
     ).flatten(0, 1)
 
 
@@ -394,7 +392,7 @@ def _run_paged_triton(
     key_mask: torch.Tensor | None,
     rows_per_sequence: int,
     is_causal: bool,
-    _settled_B: torch.Tensor | None,
+    _early_windows: bool,
 ) -> torch.Tensor:
     from glm_compile.ops.indexer_scores.triton_kernel import indexer_scores_triton
 
@@ -498,7 +496,7 @@ def _indexer_scores_paged(
     key_mask: torch.Tensor | None,
     rows_per_sequence: int,
     is_causal: bool,
-    settled_B: torch.Tensor | None,
+    early_windows: bool,
     backend: str,
 ) -> torch.Tensor:
     return _dispatch.run(
@@ -515,7 +513,7 @@ def _indexer_scores_paged(
         key_mask,
         rows_per_sequence,
         is_causal,
-        settled_B,
+        early_windows,
     )
 
 
@@ -530,7 +528,7 @@ def _indexer_scores_paged_fake(
     key_mask: torch.Tensor | None,
     rows_per_sequence: int,
     is_causal: bool,
-    settled_B: torch.Tensor | None,
+    early_windows: bool,
     backend: str,
 ) -> torch.Tensor:
     return q_RHD.new_empty((q_RHD.shape[0], max_len), dtype=torch.float32)
@@ -545,7 +543,7 @@ _op = register_op(
 _paged_op = register_op(
     "indexer_scores_paged(Tensor q_RHD, Tensor weights_RH, Tensor key_pages, Tensor block_table, "
     "Tensor lengths_R, SymInt max_len, Tensor? starts_R, Tensor? key_mask, "
-    "SymInt rows_per_sequence, bool is_causal, Tensor? settled_B, str backend) -> Tensor",
+    "SymInt rows_per_sequence, bool is_causal, bool early_windows, str backend) -> Tensor",
     _indexer_scores_paged,
     _indexer_scores_paged_fake,
 )

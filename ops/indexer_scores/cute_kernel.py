@@ -6,11 +6,14 @@ table and keeps a ring of pages full by bulk tensor copies, two warpgroups take 
 one multiplying while the other reduces its products over the heads in registers.
 
 Half of a decode step is latency. So what needs no other kernel's data is done before it is waited
-for, and what the lengths do not decide is asked for before they are known. That one warp asks for
+for, lengths and block table are read before where they are known to be there, and what the lengths
+do not decide is asked for before they are known. That one warp asks for
 page after page is on purpose: four warps that ask for all at once make some blocks wait for their
 first page until others have all of theirs (6 rows of 128K keys on one NVIDIA H200, 2026-11-30, by
 the method of tests/benchmarks/test_indexer_scores_benchmark.py: 12.5 us). Nor are pages brought
-into L2 before the kernels ahead have ended (10.1 us where it is 9.2 without).
+into L2 before the kernels ahead have ended (10.1 us where it is 9.2 without), or into the ring: a
+block that asks for two pages by then slows down the queries on their way (the whole indexer 46.4 us
+where it is 46.0 without, with all of its pages 49.4).
 
 The pages of each block are found from the lengths on the device. One tile of rows: page p goes to
 block p modulo their number. More: the pages of all tiles form one list, cut into one piece a block.
@@ -89,8 +92,7 @@ class Variant:
         start_dtype: None without starts.
         has_mask: whether there is a key mask.
         is_causal: lengths are tokens cached before the step, one number a sequence.
-        settled_dtype: of the numbers of settled keys; None where nothing is settled.
-        num_early: pages of settled keys that a block asks for before the kernels ahead have ended.
+        has_early_windows: lengths, starts and table are read before the kernels ahead have ended.
         has_weight_pairs: weights are fp32, and those of two adjacent heads one aligned load.
         num_stages: pages in flight, at most; at least 4.
         use_pdl: start before the kernels ahead have ended.
@@ -106,14 +108,9 @@ class Variant:
     has_mask: bool = False
     has_weight_pairs: bool = False
     is_causal: bool = False
-    settled_dtype: torch.dtype | None = None
-    num_early: int = 2
+    has_early_windows: bool = False
     num_stages: int = 16
     use_pdl: bool = True
-
-    @property
-    def has_prefetch(self) -> bool:
-        return self.settled_dtype is not None
 
     @property
     def is_fp8(self) -> bool:
@@ -161,7 +158,6 @@ class IndexerScoresKernel:
         lengths: cute.Tensor,
         starts: cute.Tensor | None,
         mask: cute.Tensor | None,
-        settled: cute.Tensor | None,
         scores: cute.Tensor,
         num_queries: Int32,
         num_tiles: Int32,
@@ -209,7 +205,6 @@ class IndexerScoresKernel:
             lengths,
             starts,
             mask,
-            settled,
             scores,
             num_queries,
             num_tiles,
@@ -237,7 +232,6 @@ class IndexerScoresKernel:
         lengths: cute.Tensor,
         starts: cute.Tensor | None,
         mask: cute.Tensor | None,
-        settled: cute.Tensor | None,
         scores: cute.Tensor,
         num_queries: Int32,
         num_tiles: Int32,
@@ -290,7 +284,7 @@ class IndexerScoresKernel:
         if warp >= _LOADER:
             cute.arch.setmaxregister_decrease(_REGISTERS_TO_LOAD)
             if warp == _LOADER:
-                if cutlass.const_expr(not v.has_prefetch):
+                if cutlass.const_expr(not v.has_early_windows):
                     # Everything below may come from the kernel ahead.
                     self._wait_for_kernels_ahead()
                 if num_tiles > 1:
@@ -302,7 +296,6 @@ class IndexerScoresKernel:
                     (key_atom, key_coords, query_atom, query_coords),
                     keys,
                     table,
-                    settled,
                     windows,
                     rings,
                     signals,
@@ -311,7 +304,8 @@ class IndexerScoresKernel:
                 )
         else:
             cute.arch.setmaxregister_increase(_REGISTERS_TO_SCORE)
-            self._wait_for_kernels_ahead()
+            if cutlass.const_expr(not v.has_early_windows):
+                self._wait_for_kernels_ahead()
             if num_tiles > 1:
                 cute.arch.mbarrier_wait(has_plan, 0)
                 cute.arch.sync_warp()
@@ -448,7 +442,7 @@ class IndexerScoresKernel:
         return entry
 
     @cute.jit
-    def _load(self, atoms, keys, table, settled, windows, rings, signals, plan, num_tiles) -> None:
+    def _load(self, atoms, keys, table, windows, rings, signals, plan, num_tiles) -> None:
         """Keep the ring full; one warp."""
         v = self.v
         key_atom, key_coords, query_atom, query_coords = atoms
@@ -477,12 +471,14 @@ class IndexerScoresKernel:
             if num_tiles == 1:
                 following = self._entries(table, Int32(0), Int32(block), step)
                 is_asked_for = Boolean(True)
-        # Whether the kernels ahead have ended, so that queries and new keys are there.
-        has_waited = Boolean(not v.has_prefetch)
-        if cutlass.const_expr(not v.has_prefetch):  # noqa: SIM102 - decided while tracing
+        if cutlass.const_expr(not v.has_early_windows):  # noqa: SIM102 - decided while tracing
             if num_tiles == 1:
                 self._load_query(queries, Int32(0), Int32(0))
         sequence, query, page, end, rest = self._first_piece(plan, windows, num_tiles)
+        if cutlass.const_expr(v.has_early_windows):
+            self._wait_for_kernels_ahead()
+            if num_tiles == 1:
+                self._load_query(queries, Int32(0), Int32(0))
         has_pages = page < end
         # Keys are read once, or again by the next tile of a long step.
         policy = evict_first_policy()
@@ -496,14 +492,14 @@ class IndexerScoresKernel:
         is_going = page < end or rest > 0
         while is_going:
             if page < end:
-                row = sequence * num_queries + query
-                if num_tiles > 1 and has_waited:
+                if num_tiles > 1:
                     cute.arch.mbarrier_wait(is_query_free + query_slot, query_phase)
                     cute.arch.sync_warp()
-                    self._load_query(queries, row, query_slot)
-                num_settled = Int32(0)
-                if cutlass.const_expr(v.has_prefetch):
-                    num_settled = clamp_index(settled[sequence], windows[3]) // _PAGE
+                    self._load_query(queries, sequence * num_queries + query, query_slot)
+                query_slot += 1
+                if query_slot == self.num_query_stages:
+                    query_slot = Int32(0)
+                    query_phase ^= 1
                 entries = Int32(0)
                 if cutlass.const_expr(table is not None):  # noqa: SIM102 - decided while tracing
                     if not is_asked_for:
@@ -516,11 +512,6 @@ class IndexerScoresKernel:
                             entries = following
                             following = self._entries(table, sequence, at + WARP * step, step)
                         entry = cute.arch.shuffle_sync(entries, i % WARP)
-                    if cutlass.const_expr(v.has_prefetch):  # noqa: SIM102 - decided while tracing
-                        if not has_waited and (at >= num_settled or i == v.num_early):
-                            self._wait_for_kernels_ahead()
-                            self._load_query(queries, row, query_slot)
-                            has_waited = Boolean(True)
                     i += 1
                     cute.arch.mbarrier_wait(is_empty + slot, phase)
                     cute.arch.sync_warp()
@@ -539,22 +530,12 @@ class IndexerScoresKernel:
                     if slot == self.num_stages:
                         slot = Int32(0)
                         phase ^= 1
-                if cutlass.const_expr(v.has_prefetch):  # noqa: SIM102 - decided while tracing
-                    if not has_waited:
-                        self._wait_for_kernels_ahead()
-                        self._load_query(queries, row, query_slot)
-                        has_waited = Boolean(True)
-                query_slot += 1
-                if query_slot == self.num_query_stages:
-                    query_slot = Int32(0)
-                    query_phase ^= 1
             is_going = rest > 0
             if is_going:
                 sequence, query, page, end, rest = self._next_piece(windows, sequence, query, rest)
-        if cutlass.const_expr(not v.has_prefetch):  # noqa: SIM102 - decided while tracing
-            if num_tiles == 1 and not has_pages:
-                # Nobody waits for the queries, and a block must not end before its copies.
-                cute.arch.mbarrier_wait(has_query, 0)
+        if num_tiles == 1 and not has_pages:
+            # Nobody waits for the queries, and a block must not end before its copies.
+            cute.arch.mbarrier_wait(has_query, 0)
 
     @cute.jit
     def _load_page(
@@ -636,10 +617,15 @@ class IndexerScoresKernel:
         odd = lane // 2 % 2
 
         row_weights = cute.make_rmem_tensor(v.num_rows * self.num_pairs * 2, Float32)
-        if num_tiles == 1:
-            # Asked for before the lengths are there.
-            self._load_weights(weights, Int32(0), num_queries, lane, row_weights)
+        if cutlass.const_expr(not v.has_early_windows):  # noqa: SIM102 - decided while tracing
+            if num_tiles == 1:
+                # Asked for before the lengths are there.
+                self._load_weights(weights, Int32(0), num_queries, lane, row_weights)
         sequence, query, page, end, rest = self._first_piece(plan, windows, num_tiles)
+        if cutlass.const_expr(v.has_early_windows):
+            self._wait_for_kernels_ahead()
+            if num_tiles == 1:
+                self._load_weights(weights, Int32(0), num_queries, lane, row_weights)
         step = Int32(1)
         if num_tiles == 1:
             step, _, _ = cute.arch.grid_dim()
@@ -942,7 +928,6 @@ def compile_variant(variant: Variant, arch: str, options: str = "") -> Any:
         tensor(v.length_dtype, 1, v.length_dtype.itemsize),
         None if v.start_dtype is None else tensor(v.start_dtype, 1, v.start_dtype.itemsize),
         tensor(torch.uint8, 3, 1) if v.has_mask else None,
-        None if v.settled_dtype is None else tensor(v.settled_dtype, 1, v.settled_dtype.itemsize),
         tensor(torch.float32, 2, 4, 1),
         Int32(1),
         Int32(1),
@@ -970,8 +955,7 @@ def indexer_scores_cute(
     max_len: int,
     block_table: torch.Tensor | None = None,
     is_causal: bool = False,
-    settled_B: torch.Tensor | None = None,
-    num_early: int = 2,
+    early_windows: bool = False,
     num_stages: int = 16,
     use_pdl: bool = True,
 ) -> torch.Tensor:
@@ -988,12 +972,10 @@ def indexer_scores_cute(
         softmax_scale: factor of the products; not applied to those of pages.
         max_len: T.
         block_table: [B, P] of pages.
-        is_causal: see `indexer_scores_paged`.
-        settled_B: any stride; see there.
-        num_early: pages of them that a block asks for early; at most `num_stages`.
+        is_causal, early_windows: see `indexer_scores_paged`.
         num_stages: pages in flight a block, at most; at least 4.
-        use_pdl: start before the kernels ahead have ended; reads nothing but what is
-            settled until then.
+        use_pdl: start before the kernels ahead have ended; reads nothing but early windows
+            until then.
     """
     num_batch, num_queries, num_heads, head_dim = q_BSHD.shape
     scores_BST = torch.empty(
@@ -1019,8 +1001,7 @@ def indexer_scores_cute(
         start_dtype=None if starts_BS is None else starts_BS.dtype,
         has_mask=key_mask is not None,
         is_causal=is_causal,
-        settled_dtype=None if settled_B is None or not use_pdl else settled_B.dtype,
-        num_early=num_early,
+        has_early_windows=early_windows and use_pdl,
         num_stages=num_stages,
         use_pdl=use_pdl,
         has_weight_pairs=has_weight_pairs,
@@ -1036,7 +1017,6 @@ def indexer_scores_cute(
         lengths_BS.reshape(-1),
         None if starts_BS is None else starts_BS.reshape(-1),
         None if key_mask is None else key_mask.view(torch.uint8),
-        None if variant.settled_dtype is None else settled_B,
         scores_BST.view(-1, max_len),
         num_queries,
         num_tiles,

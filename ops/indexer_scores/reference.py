@@ -46,7 +46,7 @@ def indexer_scores_paged_reference(
     key_mask: torch.Tensor | None,
     rows_per_sequence: int,
     is_causal: bool = False,
-    _settled_B: torch.Tensor | None = None,
+    _early_windows: bool = False,
 ) -> torch.Tensor:
     """Return fp32 [R, max_len] with -inf outside the windows; see `indexer_scores_paged`."""
     num_rows, num_heads, head_dim = q_RHD.shape

@@ -453,17 +453,17 @@ def test_fp8_tier_without_fp8_pages_says_what_it_needs() -> None:
 def paged_step(
     module: TinyIndexer,
     dtype: torch.dtype,
-    prepare: Callable[..., Any] = lambda pages, table, cached: (table, cached),
+    prepare: Callable[..., Any] = lambda table, cached: (table, cached),
 ) -> tuple[Callable[..., torch.Tensor], tuple[torch.Tensor, ...]]:
     """A step of 6 tokens after 70 over FP8 pages, and its inputs.
 
     Args:
-        prepare: what the step does to block table and lengths, or to the pages, before all else.
+        prepare: what the step does to block table and lengths before all else.
     """
 
     def run(*inputs: torch.Tensor) -> torch.Tensor:
         *step, pages, table, cached = inputs
-        table, cached = prepare(pages, table, cached)
+        table, cached = prepare(table, cached)
 
         def store(k: torch.Tensor) -> torch.Tensor:
             torch.ops.glm.paged_write_fp8(pages, k, table, cached)
@@ -518,11 +518,6 @@ def test_fp8_op_writes_the_buffer_itself() -> None:
     assert copy.args[1].args == (write, 2)
 
 
-def _with_a_write(pages: torch.Tensor, table: torch.Tensor, cached: torch.Tensor) -> Any:
-    torch.ops.glm.paged_write_fp8(pages, torch.ones(2, 1, D), table, torch.zeros_like(cached))
-    return table, cached
-
-
 class _BehindNoLinear(TinyIndexer):
     """Queries that are the step's input: the prologue may be its first kernel."""
 
@@ -531,27 +526,22 @@ class _BehindNoLinear(TinyIndexer):
 
 
 @pytest.mark.parametrize(
-    ("prepare", "module", "is_settled"),
+    ("prepare", "module", "is_early"),
     [
-        (lambda pages, table, cached: (table, cached), TinyIndexer, True),
-        (lambda pages, table, cached: (table, cached + 0), TinyIndexer, False),
-        (lambda pages, table, cached: (table + 0, cached), TinyIndexer, False),
-        (_with_a_write, TinyIndexer, False),
-        (lambda pages, table, cached: (table, cached), _BehindNoLinear, False),
+        (lambda table, cached: (table, cached), TinyIndexer, True),
+        (lambda table, cached: (table, cached + 0), TinyIndexer, True),
+        (lambda table, cached: (table + 0, cached), TinyIndexer, False),
+        (lambda table, cached: (table, cached), _BehindNoLinear, False),
     ],
 )
-def test_keys_are_asked_for_early_only_where_this_graph_has_not_made_them(
-    prepare: Callable[..., Any], module: type[TinyIndexer], is_settled: bool
+def test_windows_are_read_early_where_this_graph_has_not_made_them(
+    prepare: Callable[..., Any], module: type[TinyIndexer], is_early: bool
 ) -> None:
-    """Lengths, block table and old keys must have been there before the graph's first linear."""
+    """Lengths and block table must have been there before the graph's first linear."""
     options = PassOptions(indexer_dtype="fp8")
     run, inputs = paged_step(module(), torch.float32, prepare)
     _, captured = capture(run, *inputs, passes=(IndexerTopk(options), IndexerPrologue(options)))
-    graph = captured.after.graph
-    (scores,) = graph.find_nodes(
+    (scores,) = captured.after.graph.find_nodes(
         op="call_function", target=torch.ops.glm.indexer_scores_paged.default
     )
-    prologue = torch.ops.glm.indexer_prologue_fp8.default
-    (write,) = [node for node in graph.nodes if node.args[:1] == (prologue,)]
-    cached = write.kwargs["lengths_B"]
-    assert named_args(scores)["settled_B"] is (cached if is_settled else None)
+    assert named_args(scores)["early_windows"] is is_early

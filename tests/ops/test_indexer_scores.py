@@ -330,8 +330,6 @@ def test_paged_refuses_wrong_arguments() -> None:
         ({"rows_per_sequence": 2}, "2 sequences of 2 rows expected, got 6 rows"),
         ({"weights_RH": case.weights_BSH[0]}, r"weights must be \[6, 16\], got"),
         ({"lengths_R": case.lengths_BS}, "lengths must hold one value a row"),
-        ({"settled_B": case.lengths_BS[:, 0].float()}, "settled must be int32 or int64"),
-        ({"settled_B": case.lengths_BS.flatten()}, r"settled must .* shape \(2,\), got \(6,\)"),
         ({"is_causal": True}, r"lengths must .* shape \(2,\), got \(6,\)"),
     ):
         with pytest.raises(ValueError, match=f"indexer_scores_paged: {message}"):
@@ -351,41 +349,14 @@ def test_ops_pass_opcheck() -> None:
     rows = [t.flatten(0, 1) for t in (case.q_BSHD, case.weights_BSH)]
     lengths = case.lengths_BS.flatten()
     paged = torch.ops.glm.indexer_scores_paged.default
-    torch.library.opcheck(
-        paged,
-        (
-            *rows,
-            case.key_pages,
-            case.block_table,
-            lengths,
-            150,
-            None,
-            mask,
-            3,
-            False,
-            None,
-            "reference",
-        ),
-    )
+    windows = (150, None, mask, 3, False, False, "reference")
+    torch.library.opcheck(paged, (*rows, case.key_pages, case.block_table, lengths, *windows))
     q8 = fp8_quant(rows[0])[0]
     fp8_pages = to_fp8_pages(case.key_pages)
     # The schema test compares its inputs, which torch cannot do for FP8 on the CPU.
     torch.library.opcheck(
         paged,
-        (
-            q8,
-            rows[1],
-            fp8_pages,
-            case.block_table,
-            lengths[:2],
-            150,
-            None,
-            None,
-            3,
-            True,
-            lengths[:2],
-            "",
-        ),
+        (q8, rows[1], fp8_pages, case.block_table, lengths[:2], 150, None, None, 3, True, True, ""),
         test_utils=("test_autograd_registration", "test_faketensor", "test_aot_dispatch_dynamic"),
     )
 

@@ -373,23 +373,21 @@ def test_launch_hands_over_what_the_caller_gave(
             lengths: torch.Tensor,
             starts: torch.Tensor | None,
             mask: torch.Tensor | None,
-            settled: torch.Tensor | None,
             scores: torch.Tensor,
             num_queries: int,
             num_tiles: int,
             softmax_scale: float,
             num_blocks: int,
         ) -> None:
-            tensors = (weights, table, lengths, starts, settled)
+            tensors = (weights, table, lengths, starts)
             dtypes = (variant.weight_dtype, variant.table_dtype, variant.length_dtype)
-            dtypes = (*dtypes, variant.start_dtype, variant.settled_dtype)
             assert 1 <= num_blocks <= 132
             num_sequences = scores.shape[0] // num_queries
             assert num_tiles == num_sequences * -(-num_queries // variant.num_rows)
             if variant.has_weight_pairs:
                 assert weights.stride(1) == 1 and not weights.stride(0) % 2
                 assert weights.dtype == torch.float32 and not weights.data_ptr() % 8
-            for tensor, dtype in zip(tensors, dtypes, strict=True):
+            for tensor, dtype in zip(tensors, (*dtypes, variant.start_dtype), strict=True):
                 assert (tensor is None and dtype is None) or tensor.dtype == dtype
             assert q.is_contiguous() and variant.num_rows * variant.num_heads <= 256
             q = q.view(variant.key_dtype).view(-1, variant.num_heads, HEAD_DIM)
@@ -430,7 +428,7 @@ def test_launch_hands_over_what_the_caller_gave(
     all_given: list[dict[str, Any]] = [{}, keywords]
     if kind != "contiguous":
         all_given.append({"is_causal": True})
-        all_given.append({"settled_B": torch.tensor([3, 70])})
+        all_given.append({"early_windows": True})
     for given in all_given:
         assert torch.equal(
             call(kind, case, "cute", **given), call(kind, case, "reference", **given)
@@ -476,13 +474,11 @@ def variants() -> dict[str, Any]:
             fp8, has_mask=True, start_dtype=torch.int64, length_dtype=torch.int64
         ),
         "fp8, causal": dataclasses.replace(fp8, has_weight_pairs=True, is_causal=True),
-        "fp8, settled": dataclasses.replace(
-            fp8, has_weight_pairs=True, is_causal=True, settled_dtype=torch.int32
+        "fp8, early": dataclasses.replace(
+            fp8, has_weight_pairs=True, is_causal=True, has_early_windows=True
         ),
         "bf16": exact,
-        "bf16, settled": dataclasses.replace(
-            exact, length_dtype=torch.int64, settled_dtype=torch.int64
-        ),
+        "bf16, early": dataclasses.replace(exact, length_dtype=torch.int64, has_early_windows=True),
         "bf16, prefill": dataclasses.replace(exact, num_rows=8, has_weight_pairs=True),
         "bf16, contiguous": dataclasses.replace(
             exact, table_dtype=None, weight_dtype=torch.bfloat16, has_mask=True
@@ -522,9 +518,9 @@ def test_refuses_too_few_pages_in_flight(num_stages: int) -> None:
         "fp8, 8 rows",
         "fp8, everything",
         "fp8, causal",
-        "fp8, settled",
+        "fp8, early",
         "bf16",
-        "bf16, settled",
+        "bf16, early",
         "bf16, prefill",
         "bf16, contiguous",
         "fp16, 64 heads",
@@ -544,6 +540,6 @@ def test_compiles_without_spills(name: str, tmp_path: Path) -> None:
     assert kernel.ptx.count("max.NaN.f32") == 2 * (variant.num_rows * variant.num_heads // 2)
     # Of the loops and branches before, none comes from another kernel's data.
     before = kernel.ptx[: kernel.ptx.index("griddepcontrol.wait")]
-    assert ("ld.global" in before) == variant.has_prefetch
+    assert ("ld.global" in before) == variant.has_early_windows
     pairs = variant.num_rows * variant.num_heads // 8
     assert kernel.ptx.count("ld.global.v2.f32") == 2 * pairs * variant.has_weight_pairs
