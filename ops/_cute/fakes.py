@@ -1,5 +1,8 @@
 """Fake tensors that tell CuTe DSL what a kernel takes: what is known of sizes, strides, alignment.
 
+Each call makes sizes and strides of its own: one tensor for two arguments would say that both have
+the same, and calls where they differ would be refused.
+
 Imported by kernel files only: needs CuTe DSL.
 """
 

@@ -566,10 +566,10 @@ class GateUpKernel(ExpertKernel):
         factors: cute.Tensor,
         scale: Float32,
         weight: cute.Tensor,
-        shared_gate: cute.Tensor,
-        shared_up: cute.Tensor,
-        chosen: cute.Tensor,
-        counters: cute.Tensor,
+        shared_gate: cute.Tensor | None,
+        shared_up: cute.Tensor | None,
+        chosen: cute.Tensor | None,
+        counters: cute.Tensor | None,
         output: cute.Tensor,
         num_blocks: Int32,
         stream: Any,
@@ -590,10 +590,10 @@ class GateUpKernel(ExpertKernel):
         factors: cute.Tensor,
         scale: Float32,
         weight: cute.Tensor,
-        shared_gate: cute.Tensor,
-        shared_up: cute.Tensor,
-        chosen: cute.Tensor,
-        counters: cute.Tensor,
+        shared_gate: cute.Tensor | None,
+        shared_up: cute.Tensor | None,
+        chosen: cute.Tensor | None,
+        counters: cute.Tensor | None,
         output: cute.Tensor,
     ) -> None:
         v = self.v
@@ -751,9 +751,9 @@ class DownKernel(ExpertKernel):
         factors: cute.Tensor,
         scale: Float32,
         weight: cute.Tensor,
-        shared_down: cute.Tensor,
-        residual: cute.Tensor,
-        counters: cute.Tensor,
+        shared_down: cute.Tensor | None,
+        residual: cute.Tensor | None,
+        counters: cute.Tensor | None,
         output: cute.Tensor,
         num_blocks: Int32,
         stream: Any,
@@ -774,9 +774,9 @@ class DownKernel(ExpertKernel):
         factors: cute.Tensor,
         scale: Float32,
         weight: cute.Tensor,
-        shared_down: cute.Tensor,
-        residual: cute.Tensor,
-        counters: cute.Tensor,
+        shared_down: cute.Tensor | None,
+        residual: cute.Tensor | None,
+        counters: cute.Tensor | None,
         output: cute.Tensor,
     ) -> None:
         v = self.v
@@ -994,18 +994,25 @@ def compile_variant(variant: Variant, ids_dtype: Any, arch: str, options: str = 
     strides = (cute.sym_int64(divisibility=8), cute.sym_int64(divisibility=8), 1)
     shape = (cute.sym_int32(), cute.sym_int32(), cute.sym_int32())
     weight = make_fake_tensor(BFloat16, shape, strides, assumed_align=16)
+
+    def rows() -> Any:
+        return matrix(BFloat16, 1, 16, 8)
+
     choice = strided_matrix(Float32 if variant.num_logits else ids_dtype)
-    given = (matrix(BFloat16, 1, 16, 8), choice, strided_matrix(Float32), Float32(1.0), weight)
+    given = (rows(), choice, strided_matrix(Float32), Float32(1.0), weight)
+    shared = [rows() if variant.has_shared else None for _ in range(1 + variant.is_gated)]
+    counter = make_fake_tensor(Int32, (1,), (1,), assumed_align=4) if variant.is_dynamic else None
     kernel: ExpertKernel
-    others: tuple[Any, ...] = tuple(matrix(BFloat16, 1, 16, 8) for _ in range(3))
-    counters = make_fake_tensor(Int32, (1,), (1,), assumed_align=4)
+    others: tuple[Any, ...]
     if variant.is_gated:
         kernel = GateUpKernel(variant)
-        others = (*others[:2], matrix(Float32, 1, 4), counters, others[2])
+        chosen = matrix(Float32, 1, 4) if variant.is_dynamic else None
+        others = (*shared, chosen, counter, rows())
     else:
         kernel = DownKernel(variant)
-        output = matrix(Float32, 1, 16, 4) if variant.is_dynamic else others[1]
-        others = (others[0], strided_matrix(BFloat16), counters, output)
+        residual = strided_matrix(BFloat16) if variant.has_residual else None
+        output = matrix(Float32, 1, 16, 4) if variant.is_dynamic else rows()
+        others = (*shared, residual, counter, output)
     return compile_kernel(kernel, *given, *others, Int32(1), arch=arch, options=options)
 
 
@@ -1080,7 +1087,8 @@ def _launch(
     choice: Choice,
     source: torch.Tensor,
     weight: torch.Tensor,
-    others: tuple[torch.Tensor, ...],
+    others: tuple[torch.Tensor | None, ...],
+    output: torch.Tensor,
     config: StreamConfig | None,
     *,
     is_gated: bool,
@@ -1090,7 +1098,7 @@ def _launch(
     num_columns = weight.shape[2]
     variant = variant_for(
         num_columns,
-        others[-1].shape[1],
+        output.shape[1],
         choice.num_top,
         config or stream_config_for(num_columns, is_gated=is_gated),
         is_gated=is_gated,
@@ -1103,7 +1111,7 @@ def _launch(
     ids_dtype = Int32 if choice.ids_or_logits.dtype == torch.int32 else Int64
     run = _compiled(variant, ids_dtype, arch_of(source.device))
     number = num_multiprocessors(source.device)
-    run(source, choice.ids_or_logits, choice.factors, choice.scale, weight, *others, number)
+    run(source, choice.ids_or_logits, choice.factors, choice.scale, weight, *others, output, number)
 
 
 def run_gate_up(
@@ -1119,10 +1127,10 @@ def run_gate_up(
 
     With counters, `chosen` fp32 [2, P] gets which pairs count, and their weights.
     """
-    counters = hidden.view(torch.int32)[0, :1] if choice.counters is None else choice.counters[:1]
-    kept = hidden.view(torch.float32) if chosen is None else chosen
-    others = (*(shared or (gate_up[0], gate_up[0])), kept, counters, hidden)
-    _launch(choice, x_MC, gate_up, others, config, is_gated=True, has_shared=shared is not None)
+    counter = None if choice.counters is None else choice.counters[:1]
+    others = (*(shared or (None, None)), chosen, counter)
+    has_shared = shared is not None
+    _launch(choice, x_MC, gate_up, others, hidden, config, is_gated=True, has_shared=has_shared)
 
 
 def run_down(
@@ -1136,22 +1144,16 @@ def run_down(
 ) -> None:
     """Launch the second kernel: the layer's output, or with counters fp32 products for `run_sum`,
     whose rows are as those of `hidden`."""
-    counters = hidden.view(torch.int32)[0, :1] if choice.counters is None else choice.counters[1:]
-    others = (
-        down[0] if shared_down is None else shared_down,
-        hidden if residual is None else residual,
-        counters,
-        output,
-    )
     _launch(
         choice,
         hidden,
         down,
-        others,
+        (shared_down, residual, None if choice.counters is None else choice.counters[1:]),
+        output,
         config,
         is_gated=False,
         has_shared=shared_down is not None,
-        has_residual=residual is not None and choice.counters is None,
+        has_residual=residual is not None,
     )
 
 

@@ -81,9 +81,9 @@ class LogitsKernel:
     def __call__(
         self,
         x: cute.Tensor,
-        norm_weight: cute.Tensor,
+        norm_weight: cute.Tensor | None,
         weight: cute.Tensor,
-        normed: cute.Tensor,
+        normed: cute.Tensor | None,
         logits: cute.Tensor,
         counters: cute.Tensor,
         eps: Float32,
@@ -100,9 +100,9 @@ class LogitsKernel:
     def kernel(
         self,
         x: cute.Tensor,
-        norm_weight: cute.Tensor,
+        norm_weight: Any,
         weight: cute.Tensor,
-        normed: cute.Tensor,
+        normed: Any,
         logits: cute.Tensor,
         counters: cute.Tensor,
         eps: Float32,
@@ -248,9 +248,9 @@ def compile_logits(variant: LogitsVariant, arch: str, options: str = "") -> Any:
     return compile_kernel(
         LogitsKernel(variant),
         matrix(BFloat16, 1, 16, 8),
-        vector(BFloat16, 16),
+        vector(BFloat16, 16) if variant.has_norm else None,
         matrix(Float32, 1, 16, 4) if variant.is_wide else matrix(BFloat16, 1, 16, 8),
-        matrix(BFloat16, 1, 16, 8),
+        matrix(BFloat16, 1, 16, 8) if variant.has_norm else None,
         matrix(Float32, 1, 4),
         vector(Int32, 4),
         Float32(0.0),
@@ -272,8 +272,8 @@ def run_logits(
     counters: torch.Tensor,
 ) -> None:
     """Launch the kernel; `normed_MC` is written where there is a norm, counters are set to 0."""
-    is_wide = weight_EC.dtype == torch.float32
-    variant = LogitsVariant(x_MC.shape[1], is_wide, norm_weight_C is not None)
+    is_wide, has_norm = weight_EC.dtype == torch.float32, norm_weight_C is not None
+    variant = LogitsVariant(x_MC.shape[1], is_wide, has_norm)
     run = _compiled(variant, arch_of(x_MC.device))
-    norm_weight = x_MC[0] if norm_weight_C is None else norm_weight_C
-    run(x_MC, norm_weight, weight_EC, normed_MC, logits_ME, counters, eps)
+    normed = normed_MC if has_norm else None
+    run(x_MC, norm_weight_C, weight_EC, normed, logits_ME, counters, eps)

@@ -38,7 +38,7 @@ class SumKernel:
         self,
         products: cute.Tensor,
         chosen: cute.Tensor,
-        residual: cute.Tensor,
+        residual: cute.Tensor | None,
         output: cute.Tensor,
         stream: Any,
     ) -> None:
@@ -54,7 +54,7 @@ class SumKernel:
         self,
         products: cute.Tensor,
         chosen: cute.Tensor,
-        residual: cute.Tensor,
+        residual: Any,
         output: cute.Tensor,
     ) -> None:
         tid, _, _ = cute.arch.thread_idx()
@@ -94,7 +94,7 @@ def compile_sum(
         SumKernel(num_top, has_shared, has_residual),
         matrix(Float32, 1, 16, 4),
         matrix(Float32, 1, 4),
-        strided_matrix(BFloat16),
+        strided_matrix(BFloat16) if has_residual else None,
         matrix(BFloat16, 1, 16, 8),
         arch=arch,
         options=options,
@@ -116,4 +116,4 @@ def run_sum(
     has_shared = products.shape[0] > num_tokens * num_top
     arch = arch_of(output_MC.device)
     run = _compiled_sum(num_top, has_shared, residual is not None, arch)
-    run(products, chosen, output_MC if residual is None else residual, output_MC)
+    run(products, chosen, residual, output_MC)
