@@ -1,7 +1,8 @@
 """What kernels written in CuTe DSL share on the host: whether they can run, and compiling them.
 
 Importing this needs no CuTe DSL; `compile_kernel` does. Device functions that several kernels share
-are in `device.py`.
+are in `device.py`, those of kernels that stream weights in `stream.py` and `ring.py`; `fakes.py`
+tells the compiler what a kernel takes.
 """
 
 from __future__ import annotations
