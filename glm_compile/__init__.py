@@ -6,6 +6,7 @@ Importing this package is cheap: the public names load on first use.
 from __future__ import annotations
 
 import importlib
+import sys
 from typing import Any
 
 __version__ = "0.1.0"
@@ -35,7 +36,9 @@ def __getattr__(name: str) -> Any:
         value = getattr(importlib.import_module(_PUBLIC[name]), name)
         globals()[name] = value
         return value
-    raise AttributeError(f"module 'glm_compile' has no attribute {name!r}")
+    raise AttributeError(
+        f"module 'glm_compile' has no attribute {name!r}", name=name, obj=sys.modules[__name__]
+    )
 
 
 def __dir__() -> list[str]:

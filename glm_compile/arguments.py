@@ -5,7 +5,12 @@ from __future__ import annotations
 import difflib
 import numbers
 from collections.abc import Iterable
-from typing import Any
+from typing import TYPE_CHECKING, Any
+
+from glm_compile.errors import UnsupportedError
+
+if TYPE_CHECKING:
+    import torch
 
 
 def is_integer(value: Any) -> bool:
@@ -34,6 +39,19 @@ def check_flag(where: str, name: str, value: Any, *, is_optional: bool = False) 
         return
     expected = "True, False or None" if is_optional else "True or False"
     raise ValueError(f"{where}: {name} must be {expected}, got {value!r}")
+
+
+def check_device(device: torch.device | str | int | None, where: str) -> None:
+    """Raise UnsupportedError for a device that this machine lacks, before any work."""
+    import torch
+
+    if device is None:
+        return
+    try:
+        torch.empty(0, device=device)
+    except Exception as error:
+        reason = str(error).splitlines()[0]
+        raise UnsupportedError(f"{where}: device={device!r} cannot be used: {reason}") from error
 
 
 def describe(value: Any) -> str:

@@ -19,12 +19,15 @@ dim, D index head dim, K selected tokens, X width of a cached row.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+import operator
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from transformers.cache_utils import Cache, CacheLayerMixin
 
+from glm_compile.arguments import check_device, check_integer, describe
 from glm_compile.capacity import full_message, held_tokens, note_held
 from glm_compile.errors import ConfigError, UnsupportedError
 from glm_compile.model_facts import FULL, GlmDsaConfig
@@ -123,10 +126,10 @@ class PagedCache(Cache):
             ("max_cache_len", max_cache_len, 1),
             ("num_mtp_layers", num_mtp_layers, 0),
         ):
-            if value < least:
-                raise ValueError(f"PagedCache: {name} must be at least {least}, got {value}")
-        dtype = dtype or facts.dtype or torch.get_default_dtype()
+            check_integer("PagedCache", name, value, least)
+        dtype = (facts.dtype or torch.get_default_dtype()) if dtype is None else dtype
         _check_dtypes(dtype, index_dtype)
+        check_device(device, "PagedCache")
         num_pages_each = -(-max_cache_len // PAGE_SIZE)
         num_pages = batch_size * num_pages_each
         head_dim = facts.index_head_dim
@@ -151,9 +154,11 @@ class PagedCache(Cache):
             _check_memory(memory, kinds, num_pages, facts, dtype, is_fp8, device)
         # Tensors made in inference mode could not be written in a later call outside of it.
         with torch.inference_mode(False):
-            layers: Any = [make_layer(is_full) for is_full in kinds] if memory is None else []
-            for layer in [] if memory is None else memory.layers:
-                layers.append(_layer_on(layer, num_pages, batch_size))
+            if memory is None:
+                tokens = f"{batch_size} x {num_pages_each * PAGE_SIZE} tokens"
+                layers: Any = _allocate([partial(make_layer, full) for full in kinds], tokens)
+            else:
+                layers = [_layer_on(layer, num_pages, batch_size) for layer in memory.layers]
             super().__init__(layers=layers)
             self.lengths = torch.zeros(batch_size, dtype=torch.int32, device=device)
             self.block_table = torch.arange(num_pages, dtype=torch.int32, device=device).view(
@@ -274,6 +279,8 @@ class PagedCache(Cache):
             starts_B: first position that counts, per sequence.
             key_mask: bool, broadcastable to [B,S,T]; False excludes a key.
         """
+        if not torch.compiler.is_compiling():
+            check_integer("PagedCache.causal_mask", "num_query_tokens", num_query_tokens, 0)
         return causal_mask(
             self.lengths,
             num_query_tokens,
@@ -299,6 +306,11 @@ class PagedCache(Cache):
             row_B: the row whose selection counts, and up to which the step's tokens do as well;
                 None: the first, and none of them.
         """
+        if not 0 <= layer_idx < len(self.layers):
+            raise ValueError(
+                f"PagedCache.gather_rows: layer_idx must be in 0..{len(self.layers) - 1}, got "
+                f"{layer_idx}"
+            )
         pages = self.layers[layer_idx].latent_pages
         lengths_B = self.lengths if lengths_B is None else lengths_B
         return DraftSeed(*draft_seed(pages, topk_BSK, self.block_table, lengths_B, row_B=row_B))
@@ -437,6 +449,12 @@ class PagedCache(Cache):
 
     def crop(self, tokens_to_remove: int) -> None:
         """Drop the last `-tokens_to_remove` tokens of every sequence (transformers' sign)."""
+        try:
+            tokens_to_remove = operator.index(tokens_to_remove)
+        except TypeError:
+            raise ValueError(
+                f"PagedCache.crop: expected an integer, got {tokens_to_remove!r}"
+            ) from None
         if tokens_to_remove > 0:
             raise ValueError(
                 "PagedCache.crop takes a negative number: how many tokens to drop; "
@@ -446,8 +464,8 @@ class PagedCache(Cache):
             return
         self._check_ended()
         held = self._held()
-        self.lengths.add_(int(tokens_to_remove)).clamp_(min=0)
-        self._note(None if held is None else max(held + int(tokens_to_remove), 0))
+        self.lengths.add_(tokens_to_remove).clamp_(min=0)
+        self._note(None if held is None else max(held + tokens_to_remove, 0))
         self._forget_forward()
 
     def reset(self) -> None:
@@ -464,10 +482,21 @@ class PagedCache(Cache):
 
     def reorder_cache(self, beam_idx: torch.Tensor) -> None:
         """Make sequence b a copy of sequence `beam_idx[b]` (beam search)."""
-        if tuple(beam_idx.shape) != (self._batch_size,):
+        is_indices = isinstance(beam_idx, torch.Tensor) and beam_idx.dtype in (
+            torch.int32,
+            torch.int64,
+        )
+        if not is_indices or tuple(beam_idx.shape) != (self._batch_size,):
+            found = describe(beam_idx)
+            if isinstance(beam_idx, torch.Tensor):
+                found = f"shape {tuple(beam_idx.shape)} of {beam_idx.dtype}"
             raise ValueError(
-                f"PagedCache.reorder_cache: expected {self._batch_size} indices, got shape "
-                f"{tuple(beam_idx.shape)}"
+                f"PagedCache.reorder_cache: expected {self._batch_size} indices, int64, got {found}"
+            )
+        last = self._batch_size - 1
+        if beam_idx.device.type == "cpu" and not all(0 <= i <= last for i in beam_idx.tolist()):
+            raise ValueError(
+                f"PagedCache.reorder_cache: expected indices in 0..{last}, got {beam_idx.tolist()}"
             )
         beam_idx = beam_idx.to(self.lengths.device)
         target = self.block_table.flatten().long()
@@ -696,6 +725,18 @@ class SeedCache(Cache):
         return self.seed.rows_BK[:, None]
 
 
+def _allocate(makers: Sequence[Callable[[], PagedLayer]], tokens: str) -> list[PagedLayer]:
+    """The layers, or an error that says what they are for."""
+    try:
+        return [make() for make in makers]
+    except RuntimeError as error:
+        reason = str(error).splitlines()[0]
+        raise torch.OutOfMemoryError(
+            f"PagedCache: no memory for {tokens} in {len(makers)} layers; make batch_size or "
+            f"max_cache_len smaller ({reason})"
+        ) from error
+
+
 def _check_memory(
     memory: PagedCache,
     kinds: Sequence[bool],
@@ -706,6 +747,8 @@ def _check_memory(
     device: torch.device | str | int | None,
 ) -> None:
     """Raise for a memory that does not hold such layers: a larger part of it would move it."""
+    if not isinstance(memory, PagedCache):
+        raise ValueError(f"PagedCache: memory must be another PagedCache, got {describe(memory)}")
     index_dtype = torch.uint8 if is_fp8 else dtype
     key_width = key_page_bytes(facts.index_head_dim) if is_fp8 else facts.index_head_dim
     expected = [
@@ -750,24 +793,25 @@ def _layer_on(layer: PagedLayer, num_pages: int, batch_size: int) -> PagedLayer:
 
 def _check_dtypes(dtype: torch.dtype, index_dtype: torch.dtype | None) -> None:
     if dtype not in _DTYPES:
+        is_narrow = isinstance(dtype, torch.dtype) and dtype.itemsize == 1
         raise UnsupportedError(
-            f"PagedCache: latents are float32, bfloat16 or float16, got dtype={dtype}"
-            + (
-                "; only index keys can be FP8: index_dtype=torch.float8_e4m3fn"
-                if dtype.itemsize == 1
-                else ""
-            )
+            "PagedCache: latents are torch.float32, torch.bfloat16 or torch.float16, got "
+            f"dtype={dtype!r}"
+            + ("; only index keys can be FP8: index_dtype=torch.float8_e4m3fn" if is_narrow else "")
         )
     if index_dtype not in (None, dtype, FP8):
         raise UnsupportedError(
             f"PagedCache: index keys are in dtype ({dtype}) or torch.float8_e4m3fn, "
-            f"got index_dtype={index_dtype}"
+            f"got index_dtype={index_dtype!r}"
         )
 
 
 def _integers(where: str, values: Any) -> torch.Tensor:
     """Values as an int64 tensor on the CPU; ValueError where they are not integers."""
-    tensor = torch.as_tensor(values)
+    try:
+        tensor = torch.as_tensor(values)
+    except (TypeError, ValueError, RuntimeError):
+        raise ValueError(f"{where}: expected integers, got {values!r}") from None
     if tensor.dtype.is_floating_point or tensor.dtype == torch.bool:
         raise ValueError(f"{where}: expected integers, got {values!r}")
     return tensor.to(torch.int64)

@@ -25,6 +25,7 @@ from safetensors import SafetensorError, safe_open
 from transformers import GlmMoeDsaForCausalLM
 from transformers.utils import logging as transformers_logging
 
+from glm_compile.arguments import check_device, check_flag, describe
 from glm_compile.errors import CheckpointError, UnsupportedError
 from glm_compile.model_facts import SHARED, GlmDsaConfig, make_config
 from glm_compile.mtp import GlmMoeDsaMtp, checkpoint_shapes
@@ -64,8 +65,16 @@ def load(
     Raises:
         CheckpointError: files or tensors missing, damaged, surplus or misshapen, all listed.
         ConfigError: config.json belongs to another model or contradicts itself.
-        UnsupportedError: a quantised checkpoint, or more than one MTP layer.
+        UnsupportedError: a quantised checkpoint, or more than one MTP layer; a dtype or device that
+            cannot be used.
+        ValueError: another argument of the wrong kind.
     """
+    if not isinstance(path, (str, os.PathLike)):
+        raise ValueError(
+            f"load: path must be the directory of a checkpoint, got {describe(path)}; "
+            "torch.compile and generate take a model that is loaded already"
+        )
+    check_flag("load", "mtp", mtp)
     path = Path(path)
     if dtype is not None and dtype not in _LOADABLE:
         raise UnsupportedError(
@@ -390,20 +399,6 @@ def _is_mtp(name: str, facts: GlmDsaConfig) -> bool:
 def _read_config(path: Path) -> tuple[dict[str, Any], GlmDsaConfig]:
     raw = _read_json(path / "config.json")
     return raw, GlmDsaConfig.from_transformers(raw)
-
-
-def check_device(device: torch.device | str | int | None, name: str) -> None:
-    """Raise UnsupportedError for a device that this machine lacks, before any file is read.
-
-    `name` is that of the function or command that was asked to use it.
-    """
-    if device is None:
-        return
-    try:
-        torch.empty(0, device=device)
-    except Exception as error:
-        reason = str(error).splitlines()[0]
-        raise UnsupportedError(f"{name}: device={device!r} cannot be used: {reason}") from error
 
 
 def _read_json(file: Path) -> dict[str, Any]:

@@ -11,6 +11,7 @@ import argparse
 import contextlib
 import io
 import json
+import math
 import os
 import signal
 import sys
@@ -158,18 +159,18 @@ def _add_generate(commands: Any, common: argparse.ArgumentParser) -> None:
     source = command.add_mutually_exclusive_group()
     source.add_argument("--prompt", help="the text; without it and --prompt-file, stdin is read")
     source.add_argument("--prompt-file", type=Path, metavar="FILE", help="file with the text")
-    command.add_argument("--max-new-tokens", type=int, default=256, metavar="N")
+    command.add_argument("--max-new-tokens", type=_positive, default=256, metavar="N")
     command.add_argument(
-        "--num-draft-tokens", type=int, metavar="N", help="drafts per iteration (default: 5)"
+        "--num-draft-tokens", type=_count, metavar="N", help="drafts per iteration (default: 5)"
     )
     command.add_argument(
         "--temperature",
-        type=float,
+        type=_temperature,
         metavar="T",
         help="0 for greedy decoding (default: the checkpoint's generation_config.json)",
     )
-    command.add_argument("--top-p", type=float, metavar="P")
-    command.add_argument("--top-k", type=int, metavar="K")
+    command.add_argument("--top-p", type=_probability, metavar="P")
+    command.add_argument("--top-k", type=_count, metavar="K")
     command.add_argument("--seed", type=_seed, default=0, help="seed of sampling (default: 0)")
     command.add_argument("--no-mtp", action="store_true", help="decode without the MTP layer")
     command.add_argument("--stream", action="store_true", help="print tokens as they come")
@@ -192,9 +193,13 @@ def _add_explain(commands: Any, common: argparse.ArgumentParser) -> None:
     command.set_defaults(run=_explain)
     command.add_argument("model", metavar="MODEL", help="directory with config.json")
     command.add_argument("--cache", choices=_CACHES, default="static")
-    command.add_argument("--batch-size", type=int, default=1, metavar="B")
-    command.add_argument("--query-len", type=int, default=6, metavar="S", help="tokens of the step")
-    command.add_argument("--cache-len", type=int, default=4096, metavar="T", help="tokens cached")
+    command.add_argument("--batch-size", type=_positive, default=1, metavar="B")
+    command.add_argument(
+        "--query-len", type=_positive, default=6, metavar="S", help="tokens of the step"
+    )
+    command.add_argument(
+        "--cache-len", type=_count, default=4096, metavar="T", help="tokens cached"
+    )
     command.add_argument("--indexer-dtype", choices=_INDEXER_DTYPES, default="auto")
     command.add_argument("--no-mtp", action="store_true", help="leave the MTP layer out")
     command.add_argument(
@@ -229,6 +234,8 @@ def _generate(arguments: argparse.Namespace) -> int:
 
     # What is quick to find wrong comes before the weights.
     read_facts(arguments.model)
+    if arguments.no_mtp and arguments.num_draft_tokens:
+        raise ValueError("--num-draft-tokens asks for drafts of the MTP layer: leave --no-mtp out")
     sampling = _sampling(arguments)
     tokenizer = AutoTokenizer.from_pretrained(arguments.model)
     # What the terminal cannot show is written as an escape: the text must not be lost for it.
@@ -238,7 +245,7 @@ def _generate(arguments: argparse.Namespace) -> int:
     num_prompt_tokens = inputs["input_ids"].shape[1]
     if num_prompt_tokens == 0:
         raise ValueError("the prompt has no tokens")
-    device = arguments.device or ("cuda" if torch.cuda.is_available() else "cpu")
+    device = _device(arguments.device, "generate")
     model, mtp = glm_compile.load(
         arguments.model,
         device=device,
@@ -278,11 +285,57 @@ def _generate(arguments: argparse.Namespace) -> int:
     return 0
 
 
+def _device(name: str | None, command: str) -> str:
+    """The device that was asked for, or the default; an error if nothing can run on it."""
+    import torch
+
+    from glm_compile.arguments import check_device
+
+    name = name or ("cuda" if torch.cuda.is_available() else "cpu")
+    check_device(name, command)
+    if torch.device(name).type == "meta":
+        raise UnsupportedError(f"{command}: device='meta' computes nothing; explain needs none")
+    return name
+
+
+def _integer(text: str, least: int, beyond: int | None = None) -> int:
+    try:
+        value = int(text)
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"expected an integer, got {text!r}") from None
+    if value < least:
+        raise argparse.ArgumentTypeError(f"must be at least {least}, got {value}")
+    if beyond is not None and value >= beyond:
+        raise argparse.ArgumentTypeError(f"{value} does not fit 64 bits")
+    return value
+
+
+def _positive(text: str) -> int:
+    return _integer(text, 1)
+
+
+def _count(text: str) -> int:
+    return _integer(text, 0)
+
+
 def _seed(text: str) -> int:
-    seed = int(text)
-    if not -(2**63) <= seed < 2**64:
-        raise argparse.ArgumentTypeError(f"{seed} does not fit 64 bits")
-    return seed
+    return _integer(text, -(2**63), 2**64)
+
+
+def _number(text: str, expected: str, is_valid: Callable[[float], bool]) -> float:
+    with contextlib.suppress(ValueError):
+        value = float(text)
+        if is_valid(value):
+            return value
+    raise argparse.ArgumentTypeError(f"expected {expected}, got {text!r}")
+
+
+def _temperature(text: str) -> float:
+    return _number(text, "0 (greedy) or a finite number above it", lambda t: 0 <= t < math.inf)
+
+
+def _probability(text: str) -> float:
+    return _number(text, "a number above 0 and up to 1", lambda p: 0 < p <= 1)
 
 
 def _read_prompt(arguments: argparse.Namespace) -> str:
@@ -327,7 +380,10 @@ def _statistics(num_tokens: int, seconds: float, result: Any) -> str:
 
 def _explain(arguments: argparse.Namespace) -> int:
     from glm_compile.checkpoint import load_structure
+    from glm_compile.report import check_folder
 
+    if arguments.save is not None:
+        check_folder(arguments.save)
     model, mtp = load_structure(arguments.model)
     report = glm_compile.explain(
         model,
@@ -349,15 +405,16 @@ def _bench(arguments: argparse.Namespace) -> int:
     import torch
 
     from glm_compile import bench
-    from glm_compile.checkpoint import check_device, read_facts
+    from glm_compile.checkpoint import read_facts
 
     for query_len in arguments.query_len:
         for cache_len in arguments.cache_len:
             bench.check_lengths(query_len, cache_len)
     if arguments.json is not None and not arguments.json.absolute().parent.is_dir():
         raise ValueError(f"--json: no directory {arguments.json.absolute().parent}")
-    device = arguments.device or ("cuda" if torch.cuda.is_available() else "cpu")
-    check_device(device, "bench")
+    if arguments.json is not None and arguments.json.is_dir():
+        raise ValueError(f"--json: {arguments.json} is a directory; name a file in it")
+    device = _device(arguments.device, "bench")
     if arguments.model is not None:
         read_facts(arguments.model)
         model, _ = glm_compile.load(arguments.model, device=device, mtp=False)

@@ -21,12 +21,8 @@ from torch._dynamo.callback import CallbackArgs, callback_handler
 
 from glm_compile.arguments import describe
 from glm_compile.errors import ConfigError, GlmCompileError, as_backend_error
-from glm_compile.model_facts import FULL, MODEL_TYPE
+from glm_compile.model_facts import CACHE_ARGUMENTS, FULL, MODEL_TYPE
 from glm_compile.options import CompileOptions, check_mode, fp8_cache_error
-
-# Names of the argument in the transformers versions that are supported.
-CACHE_ARGUMENTS = ("cache", "past_key_values")
-
 
 _BACKENDS: list[Callable[..., Any]] = []
 

@@ -16,7 +16,9 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
-from glm_compile.options import CompileOptions
+from glm_compile.arguments import check_integer, closest, describe
+from glm_compile.model_facts import MODEL_TYPE
+from glm_compile.options import CompileOptions, fp8_cache_error
 from glm_compile.report import CompileReport
 
 if TYPE_CHECKING:
@@ -50,11 +52,18 @@ def explain(
         mtp: an MTP layer to explain as well; its report is the `mtp` attribute of the model's.
 
     Raises:
-        ValueError: a size below its least, an unknown cache, a model of another family.
+        ValueError: a size below its least, an unknown cache or option, a model of another family.
+        UnsupportedError: the FP8 tier without a paged cache.
     """
     model, mtp = _unwrap(model), _unwrap(mtp) if mtp is not None else None
     checked = CompileOptions.from_dict(options)
     _check_sizes(batch_size, query_len, cache_len, cache)
+    if mtp is not None and not _is_mtp(mtp):
+        raise ValueError(
+            f"explain: mtp must be an MTP layer as glm_compile.load returns it, got {describe(mtp)}"
+        )
+    if checked.indexer_dtype == "fp8" and cache != "paged" and not _is_mtp(model):
+        raise fp8_cache_error()
     if _is_mtp(model):
         return _explain_mtp(model, batch_size, query_len, cache_len, checked)
     _check_family(model)
@@ -272,10 +281,11 @@ def _is_mtp(model: nn.Module) -> bool:
 
 def _check_family(model: Any) -> None:
     family = getattr(getattr(model, "config", None), "model_type", None)
-    if family != "glm_moe_dsa" or not hasattr(model, "lm_head"):
+    if family != MODEL_TYPE or not hasattr(model, "lm_head"):
+        hint = "; pass its two parts as model and mtp=" if isinstance(model, tuple) else ""
         raise ValueError(
             "explain: expected a GlmMoeDsaForCausalLM (model_type 'glm_moe_dsa') or a GlmMoeDsaMtp,"
-            f" got {type(model).__name__} (model_type {family!r})"
+            f" got {type(model).__name__} (model_type {family!r}){hint}"
         )
 
 
@@ -285,8 +295,8 @@ def _check_sizes(batch_size: int, query_len: int, cache_len: int, cache: str | N
         ("query_len", query_len, 1),
         ("cache_len", cache_len, 0),
     ):
-        if isinstance(value, bool) or not isinstance(value, int) or value < least:
-            raise ValueError(f"explain: {name} must be an int of at least {least}, got {value!r}")
-    if cache not in CACHES:
+        check_integer("explain", name, value, least)
+    if cache is not None and (not isinstance(cache, str) or cache not in CACHES):
         known = ", ".join(repr(c) for c in CACHES)
-        raise ValueError(f"explain: cache must be one of {known}, got {cache!r}")
+        question = closest(cache, [c for c in CACHES if c]) if isinstance(cache, str) else ""
+        raise ValueError(f"explain: cache must be one of {known}, got {describe(cache)}{question}")

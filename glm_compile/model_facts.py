@@ -15,12 +15,16 @@ from typing import TYPE_CHECKING, Any
 import torch
 from transformers import GlmMoeDsaConfig, GlmMoeDsaForCausalLM
 
+from glm_compile.arguments import describe
 from glm_compile.errors import ConfigError
 
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig
 
 MODEL_TYPE = "glm_moe_dsa"
+
+# Names of the cache argument in the versions of transformers that are supported.
+CACHE_ARGUMENTS = ("cache", "past_key_values")
 
 FULL = "full"
 SHARED = "shared"
@@ -82,6 +86,12 @@ class GlmDsaConfig:
         if isinstance(config, GlmDsaConfig):
             return config
         is_file = isinstance(config, Mapping)
+        if not is_file and (isinstance(config, type) or not hasattr(config, "to_dict")):
+            hint = "; pass its .config" if hasattr(config, "config") else ""
+            raise ConfigError(
+                "expected a GlmMoeDsaConfig or the contents of a config.json, got "
+                f"{describe(config)}{hint}"
+            )
         raw: Mapping[str, Any] = config if isinstance(config, Mapping) else config.to_dict()
         if (found := raw.get("model_type")) != MODEL_TYPE:
             raise ConfigError(

@@ -27,6 +27,7 @@ import torch
 from torch import nn
 from transformers.models.glm_moe_dsa import modeling_glm_moe_dsa as modeling
 
+from glm_compile.arguments import describe
 from glm_compile.cache import DraftSeed, PagedCache, SeedCache
 from glm_compile.errors import CheckpointError, UnsupportedError
 from glm_compile.model_facts import FULL, SHARED, GlmDsaConfig, cache_argument, mask_dtype
@@ -70,6 +71,10 @@ class GlmMoeDsaMtp(nn.Module):
     def __init__(self, model: GlmMoeDsaForCausalLM, *, device: torch.device | None = None) -> None:
         super().__init__()
         model = getattr(model, "_orig_mod", model)  # a compiled model's own
+        if not hasattr(model, "lm_head") or not hasattr(model, "config"):
+            raise ValueError(
+                f"GlmMoeDsaMtp: model must be a GlmMoeDsaForCausalLM, got {describe(model)}"
+            )
         facts = GlmDsaConfig.from_transformers(model.config)
         if facts.num_mtp_layers > 1:
             raise UnsupportedError(

@@ -139,11 +139,7 @@ class CompileReport:
             FileExistsError: `path` is a file, or a folder with content that is not a report's.
         """
         target = Path(path).absolute()
-        is_new = not target.exists() and not target.is_symlink()
-        if not is_new:
-            if not target.is_dir():
-                raise FileExistsError(f"save: {target} exists and is not a folder")
-            _check_is_own(target)
+        is_new = check_folder(target)
         target.parent.mkdir(parents=True, exist_ok=True)
         scratch = Path(tempfile.mkdtemp(prefix=_SCRATCH, dir=target.parent if is_new else target))
         try:
@@ -221,6 +217,21 @@ def _summaries(declined: list[Declined]) -> list[str]:
         is_one = len({entry.reason for entry in entries}) == 1
         lines.append(f"{where}{more}: {entries[0].reason if is_one else reason}")
     return lines
+
+
+def check_folder(path: str | os.PathLike[str]) -> bool:
+    """Whether the folder of a report is still to be made.
+
+    Raises:
+        FileExistsError: it is a file, or a folder with content that is not a report's.
+    """
+    target = Path(path).absolute()
+    if not target.exists() and not target.is_symlink():
+        return True
+    if not target.is_dir():
+        raise FileExistsError(f"save: {target} exists and is not a folder")
+    _check_is_own(target)
+    return False
 
 
 def _check_is_own(folder: Path) -> None:

@@ -20,6 +20,7 @@ import torch
 from torch import nn
 from torch.utils.weak import WeakIdKeyDictionary
 
+from glm_compile.arguments import describe
 from glm_compile.fx_passes.base import Declined
 from glm_compile.ops.merged_linear import adjacent_block
 
@@ -69,6 +70,9 @@ def merge_weights(model: nn.Module) -> MergeRecord:
         What was merged, and which groups were left alone for which reason.
     """
     model = getattr(model, "_orig_mod", model)
+    if not isinstance(model, nn.Module):
+        hint = "; glm_compile.load returns (model, mtp)" if isinstance(model, tuple) else ""
+        raise ValueError(f"merge_weights: model must be a module, got {describe(model)}{hint}")
     record = MergeRecord()
     merge_groups(_groups_by_name(model), record)
     return record

@@ -16,6 +16,21 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from glm_compile.arguments import check_flag, check_integer
+from glm_compile.generation.arguments import (
+    DEFAULT_NUM_DRAFT_TOKENS,
+    check_callbacks,
+    check_config_class,
+    check_cuda_graph,
+    check_device,
+    check_draft_arguments,
+    check_fields,
+    check_input_ids,
+    check_model,
+    check_mtp_fits,
+    check_names,
+    check_stop_strings,
+)
 from glm_compile.generation.draft_length import draft_lengths
 from glm_compile.generation.iteration import Iteration
 from glm_compile.generation.loop import DecodingLoop, needed_cache_len
@@ -24,31 +39,23 @@ from glm_compile.generation.padding import pad_batch
 from glm_compile.generation.prompt import check_mask_shape
 from glm_compile.generation.request import (
     CAPTURES_BY_DEFAULT,
-    DEFAULT_NUM_DRAFT_TOKENS,
     build_request,
-    check_capacity,
-    check_cuda_graph,
-    check_device,
-    check_draft_arguments,
-    check_model,
     check_model_kwargs,
-    check_mtp_fits,
-    check_processor_fields,
+    no_cache_error,
     wants_cuda_graph,
 )
 from glm_compile.generation.steps import Steps, unwrap_compiled
+from glm_compile.model_facts import CACHE_ARGUMENTS
 
 if TYPE_CHECKING:
     from rich.progress import Progress, TaskID
 
-# Arguments of transformers' `generate` that a custom_generate never sees, or a cache to go on from.
-_UNSUPPORTED_ARGUMENTS = (
-    "assistant_model",
-    "negative_prompt_ids",
-    "negative_prompt_attention_mask",
-    "cache",
-    "past_key_values",
-)
+# Arguments of transformers' `generate` that a custom_generate never sees, and what to do instead.
+_UNSUPPORTED_ARGUMENTS = {
+    "assistant_model": "; pass the MTP layer as mtp=",
+    "negative_prompt_ids": "",
+    "negative_prompt_attention_mask": "",
+}
 
 
 def generate(
@@ -140,17 +147,15 @@ def generate(
         UnsupportedError: an iteration that cannot be captured in a CUDA graph.
     """
     check_model(model)
-    if not isinstance(input_ids, torch.Tensor) or input_ids.dim() != 2:
-        found = (
-            f"shape {tuple(input_ids.shape)}"
-            if isinstance(input_ids, torch.Tensor)
-            else type(input_ids).__name__
-        )
-        raise ValueError(
-            f"generate: input_ids must be a tensor [batch, length], got {found}; a tokenizer "
-            'returns one as tokenizer(text, return_tensors="pt").input_ids'
-        )
+    check_input_ids(input_ids)
     check_mask_shape(input_ids, attention_mask)
+    check_config_class(generation_config)
+    check_callbacks(
+        streamer, stopping_criteria=stopping_criteria, logits_processor=logits_processor
+    )
+    check_flag("generate", "overlap", overlap)
+    check_flag("generate", "adaptive_draft_length", adaptive_draft_length)
+    check_flag("generate", "return_dict_in_generate", return_dict_in_generate, is_optional=True)
     num_drafts, is_index_shared = check_draft_arguments(mtp, num_draft_tokens, index_share)
     plain_model, compiler = unwrap_compiled(model)
     if mtp is not None:
@@ -163,9 +168,9 @@ def generate(
         "num_drafts": num_drafts,
         "is_index_shared": is_index_shared,
         "compiler": compiler,
-        "is_overlapped": bool(overlap),
+        "is_overlapped": overlap,
         "cuda_graph": cuda_graph,
-        "adapts_draft_length": bool(adaptive_draft_length),
+        "adapts_draft_length": adaptive_draft_length,
     }
     if _is_prepared(generation_config):
         dropped = _arguments_that_transformers_dropped(sys._getframe(1))
@@ -190,20 +195,23 @@ def generate(
             **arguments,
         )
 
-    generation_config, stopping_criteria = _take_stop_strings(
-        plain_model, generation_config, stopping_criteria, generate_kwargs
-    )
-    for name in _UNSUPPORTED_ARGUMENTS:
+    for name, advice in _UNSUPPORTED_ARGUMENTS.items():
         if generate_kwargs.pop(name, None) is not None:
-            raise ValueError(f"generate: {name} is not supported")
+            raise ValueError(f"generate: {name} is not supported{advice}")
+    for name in CACHE_ARGUMENTS:
+        if (cache := generate_kwargs.pop(name, None)) is not None:
+            raise no_cache_error(name, cache)
     if generate_kwargs.pop("synced_gpus", None):
         raise ValueError("generate: synced_gpus is not supported")
     if "custom_generate" in generate_kwargs:
         raise ValueError(
             "generate: custom_generate is not an argument of this function, it is its place"
         )
-
-    check_processor_fields(plain_model, generation_config, generate_kwargs)
+    check_names([*generate_kwargs], (generate, plain_model.generate, plain_model.forward))
+    generation_config, stopping_criteria = _take_stop_strings(
+        plain_model, generation_config, stopping_criteria, generate_kwargs
+    )
+    check_fields(plain_model, generation_config, generate_kwargs)
 
     def decode(
         prepared_model: Any,
@@ -230,7 +238,6 @@ def generate(
 
     # A capacity is ours to honour: transformers would warn that only static caches have one.
     max_cache_len = generate_kwargs.pop("max_cache_len", None)
-    check_capacity(max_cache_len)
     if return_dict_in_generate:
         generate_kwargs["return_dict_in_generate"] = True
     return plain_model.generate(
@@ -294,13 +301,11 @@ def warmup(
 
     from glm_compile.report import listening
 
-    check_model(model)
+    check_model(model, "warmup")
     _check_batch_sizes(batch_sizes)
-    is_number = isinstance(num_draft_tokens, int) and not isinstance(num_draft_tokens, bool)
-    if not is_number or num_draft_tokens < 0:
-        raise ValueError(
-            f"warmup: num_draft_tokens must be an integer of at least 0, got {num_draft_tokens!r}"
-        )
+    check_integer("warmup", "num_draft_tokens", num_draft_tokens, 0)
+    check_integer("warmup", "max_cache_len", max_cache_len, 1, is_optional=True)
+    check_flag("warmup", "adaptive_draft_length", adaptive_draft_length)
     num_drafts = num_draft_tokens if mtp is not None else 0
     lengths = draft_lengths(num_drafts) if adaptive_draft_length and num_drafts else (num_drafts,)
     # Each further length has a verify and an extend step of its own.
@@ -524,7 +529,6 @@ def _take_stop_strings(
         )
     if stop_strings is None:
         return generation_config, stopping_criteria
-    if tokenizer is None:
-        raise ValueError("generate: stop_strings needs the model's tokenizer; pass tokenizer=")
+    check_stop_strings(stop_strings, tokenizer)
     criterion = StopStringCriteria(tokenizer=tokenizer, stop_strings=stop_strings)
     return generation_config, StoppingCriteriaList([*(stopping_criteria or ()), criterion])

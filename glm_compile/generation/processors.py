@@ -191,10 +191,11 @@ class HostProcessors:
     def _apply(self, input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
         for processor in self._processors:
             processed = processor(input_ids, scores)
-            if processed.shape != scores.shape:
+            found = getattr(processed, "shape", None)
+            if found != scores.shape:
                 raise ValueError(
-                    f"generate: logits processor {type(processor).__name__} must return scores of "
-                    f"shape {tuple(scores.shape)}, got {tuple(processed.shape)}"
+                    f"generate: logits processor {_name(processor)} must return scores of shape "
+                    f"{tuple(scores.shape)}, got {processed if found is None else tuple(found)}"
                 )
             scores = processed
         return scores
@@ -304,13 +305,14 @@ def _check(processor: Any) -> None:
             )
     if not callable(processor):
         raise ValueError(f"generate: logits_processor holds {processor!r}, which is not callable")
-    required = [
-        p
-        for p in inspect.signature(processor).parameters.values()
-        if p.default is p.empty and p.kind in (p.POSITIONAL_OR_KEYWORD, p.POSITIONAL_ONLY)
-    ]
-    if len(required) > 2:
+    try:
+        signature = inspect.signature(processor)
+    except ValueError:
+        return  # a function of C without one
+    try:
+        signature.bind(None, None)
+    except TypeError as error:
         raise ValueError(
-            f"generate: logits processor {kind.__name__} takes more than (input_ids, scores): "
-            f"{[p.name for p in required[2:]]}"
-        )
+            f"generate: logits processor {_name(processor)}{signature} must take "
+            f"(input_ids, scores): {error}"
+        ) from None

@@ -6,7 +6,6 @@ B batch, W prompt width.
 from __future__ import annotations
 
 import copy
-import numbers
 import operator
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -18,13 +17,15 @@ from transformers import (
     GenerationConfig,
     RepetitionPenaltyLogitsProcessor,
 )
+from transformers.cache_utils import Cache
 
+from glm_compile.arguments import describe
 from glm_compile.generation.device_processors import DeviceProcessors
 from glm_compile.generation.processors import HostProcessors, make_processors
 from glm_compile.generation.prompt import Prompt, compact_prompt
 from glm_compile.generation.stopping import StopRules
+from glm_compile.model_facts import CACHE_ARGUMENTS
 
-DEFAULT_NUM_DRAFT_TOKENS = 5
 # What cuda_graph=None means for a compiled model in 16 bits on a CUDA device.
 CAPTURES_BY_DEFAULT = True
 # Up to here a call with a smaller budget keeps its drafts: their number is a shape of the graphs.
@@ -76,93 +77,6 @@ class Request:
     def batch_size(self) -> int:
         """Rows, padding included."""
         return self.prompt.given_ids_BW.shape[0]
-
-
-def check_draft_arguments(
-    mtp: Any, num_draft_tokens: int | None, index_share: bool | None
-) -> tuple[int, bool]:
-    """Number of drafts, and whether draft steps share the index; ValueError for a misfit."""
-    if num_draft_tokens is None:
-        num_draft_tokens = 0 if mtp is None else DEFAULT_NUM_DRAFT_TOKENS
-    if isinstance(num_draft_tokens, bool) or not isinstance(num_draft_tokens, int):
-        raise ValueError(
-            f"generate: num_draft_tokens must be an integer or None, got {num_draft_tokens!r}"
-        )
-    if num_draft_tokens < 0:
-        raise ValueError(f"generate: num_draft_tokens must not be negative, got {num_draft_tokens}")
-    if num_draft_tokens > 0 and mtp is None:
-        raise ValueError(
-            f"generate: num_draft_tokens={num_draft_tokens} needs an MTP layer; pass mtp=, as "
-            "glm_compile.load returns it, or num_draft_tokens=0"
-        )
-    for name in ("extend", "draft", "compute_logits") if mtp is not None else ():
-        if not callable(getattr(mtp, name, None)):
-            raise ValueError(
-                f"generate: mtp must be an MTP layer as glm_compile.load returns it; "
-                f"{type(mtp).__name__} has no {name}()"
-            )
-    shared = (
-        bool(getattr(mtp, "is_index_shared", False)) if index_share is None else bool(index_share)
-    )
-    return num_draft_tokens, shared
-
-
-def check_model(model: Any) -> None:
-    """Raise for what is no causal language model of the family, plain or compiled."""
-    plain_model = getattr(model, "_orig_mod", model)
-    found = getattr(getattr(plain_model, "config", None), "model_type", None)
-    if found != "glm_moe_dsa" or not hasattr(plain_model, "lm_head"):
-        hint = "; glm_compile.load returns (model, mtp)" if isinstance(model, tuple) else ""
-        raise ValueError(
-            "generate: model must be a GlmMoeDsaForCausalLM, plain or compiled, got "
-            f"{type(plain_model).__name__}{hint}"
-        )
-
-
-def check_device(input_ids: torch.Tensor, device: torch.device) -> None:
-    """Raise for a prompt that is not where the model is."""
-    if input_ids.device != device:
-        raise ValueError(
-            f"generate: input_ids are on {input_ids.device}, the model is on {device}; move them: "
-            f'input_ids.to("{device}")'
-        )
-
-
-def check_mtp_fits(model: Any, mtp: Any) -> None:
-    """Raise for an MTP layer of another size, dtype or device than the model."""
-    ours, theirs = model.lm_head.weight, getattr(getattr(mtp, "eh_proj", None), "weight", None)
-    if theirs is None:
-        return
-    pairs = {
-        "hidden size": (ours.shape[1], theirs.shape[0]),
-        "dtype": (ours.dtype, theirs.dtype),
-        "device": (ours.device, theirs.device),
-        "number of layers": (model.config.num_hidden_layers, mtp.layer_idx),
-        "vocabulary size": (ours.shape[0], mtp.vocab_size),
-    }
-    for name, (expected, found) in pairs.items():
-        if expected != found:
-            raise ValueError(
-                f"generate: the model's {name} is {expected}, the MTP layer's is {found}; load "
-                "both together with glm_compile.load(path, dtype=..., device=...), or move one"
-            )
-
-
-def check_capacity(max_cache_len: int | None) -> None:
-    """Raise for a capacity that is no positive number."""
-    if max_cache_len is not None and (not isinstance(max_cache_len, int) or max_cache_len < 1):
-        raise ValueError(
-            f"generate: max_cache_len must be a positive integer or None, got {max_cache_len!r}"
-        )
-
-
-def check_cuda_graph(cuda_graph: bool | None, device: torch.device) -> None:
-    """Raise for a CUDA graph that cannot be had on this device."""
-    if cuda_graph and device.type != "cuda":
-        raise ValueError(
-            f"generate: cuda_graph=True needs a model on a CUDA device, this one is on {device}; "
-            "leave it None"
-        )
 
 
 def wants_cuda_graph(
@@ -338,97 +252,16 @@ def _flat_ids(value: Any) -> list[int]:
     return [value]
 
 
-# Fields that are one number, by its kind.
-_NUMBERS: tuple[tuple[Any, str, tuple[str, ...]], ...] = (
-    (
-        numbers.Integral,
-        "an integer",
-        (
-            "min_length",
-            "min_new_tokens",
-            "no_repeat_ngram_size",
-            "encoder_no_repeat_ngram_size",
-            "top_k",
-        ),
-    ),
-    (
-        numbers.Real,
-        "a number",
-        (
-            "temperature",
-            "top_p",
-            "min_p",
-            "top_h",
-            "typical_p",
-            "epsilon_cutoff",
-            "eta_cutoff",
-            "repetition_penalty",
-            "encoder_repetition_penalty",
-        ),
-    ),
-)
-
-
-def check_processor_fields(
-    model: Any, generation_config: Any, arguments: Mapping[str, Any]
-) -> None:
-    """Raise ValueError for a field that transformers would stumble over without naming it.
-
-    Args:
-        generation_config: as the caller gave it, or None.
-        arguments: of the call; they come before the config, and the config before the model's.
-    """
-
-    def value_of(name: str) -> Any:
-        if name in arguments:
-            return arguments[name]
-        configs = (generation_config, getattr(model, "generation_config", None))
-        values = (getattr(config, name, None) for config in configs)
-        return next((value for value in values if value is not None), None)
-
-    for kind, described, names in _NUMBERS:
-        for name in names:
-            value = value_of(name)
-            if value is not None and not isinstance(value, kind):
-                raise ValueError(f"generate: {name} must be {described}, got {value!r}")
-    for name in ("forced_bos_token_id", "forced_eos_token_id"):
-        value = value_of(name)
-        is_id = value is None or isinstance(value, numbers.Integral)
-        if not is_id and not _is_list_of(numbers.Integral, value):
-            raise ValueError(
-                f"generate: {name} must be a token id or a list of them, got {value!r}"
-            )
-    for name in ("suppress_tokens", "begin_suppress_tokens"):
-        value = value_of(name)
-        if value is not None and not _is_list_of(numbers.Integral, value):
-            raise ValueError(f"generate: {name} must be a list of token ids, got {value!r}")
-    name = "exponential_decay_length_penalty"
-    if (value := value_of(name)) is None:
-        return
-    if not _is_list_of(numbers.Real, value) or len(value) != 2:
-        raise ValueError(f"generate: {name} must be (start, factor), got {value!r}")
-    if value_of("eos_token_id") is None:
-        raise ValueError(f"generate: {name}={value!r} needs an eos_token_id")
-
-
-def _is_list_of(kind: type, value: Any) -> bool:
-    if isinstance(value, torch.Tensor):
-        value = value.tolist()
-    return isinstance(value, (list, tuple)) and all(isinstance(v, kind) for v in value)
-
-
 def check_model_kwargs(kwargs: Mapping[str, Any], attention_mask: torch.Tensor | None) -> None:
     """Raise ValueError for an argument of the model's forward that the loop would drop."""
     for name, value in kwargs.items():
         if value is None or name in ("use_cache", "inputs_tensor"):
             continue
-        if name in ("cache", "past_key_values"):
+        if name in CACHE_ARGUMENTS:
             # transformers prepares an empty cache; one of the caller's own would be left unused.
-            if getattr(value, "_is_user_defined", False) or int(value.get_seq_length()) > 0:
-                raise ValueError(
-                    f"generate: {name} is not supported: decoding starts from the prompt, in a "
-                    "cache of its own"
-                )
+            is_prepared = isinstance(value, Cache) and not getattr(value, "_is_user_defined", False)
+            if not is_prepared or int(value.get_seq_length()) > 0:
+                raise no_cache_error(name, value)
         elif name == "logits_to_keep" and not isinstance(value, torch.Tensor) and value == 1:
             continue
         elif name == "position_ids":
@@ -437,8 +270,20 @@ def check_model_kwargs(kwargs: Mapping[str, Any], attention_mask: torch.Tensor |
             raise ValueError(f"generate: {name} is not supported")
 
 
-def _check_position_ids(position_ids: torch.Tensor, attention_mask: torch.Tensor | None) -> None:
+def no_cache_error(name: str, cache: Any) -> ValueError:
+    """What a cache of the caller's own is refused with."""
+    return ValueError(
+        f"generate: {name} is not supported, got {describe(cache)}: decoding starts from the "
+        "prompt, in a cache of its own; leave it out (max_cache_len= sets that one's capacity)"
+    )
+
+
+def _check_position_ids(position_ids: Any, attention_mask: torch.Tensor | None) -> None:
     """transformers prepares the positions that the mask means; any others are the caller's."""
+    if not isinstance(position_ids, torch.Tensor):
+        raise ValueError(
+            f"generate: position_ids is not supported, got {describe(position_ids)}; leave it out"
+        )
     if attention_mask is None:
         expected = torch.arange(position_ids.shape[-1], device=position_ids.device)
         agrees = position_ids == expected

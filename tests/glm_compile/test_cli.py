@@ -88,7 +88,8 @@ class TestGenerate:
                 ("--prompt", "a", "--temperature", 0, "--top-k", 4),
                 "--top-p and --top-k have no use",
             ),
-            (("--prompt", "a", "--no-mtp", "--num-draft-tokens", 2), "mtp"),
+            (("--prompt", "a", "--no-mtp", "--num-draft-tokens", 2), "leave --no-mtp out"),
+            (("--prompt", "a", "--device", "meta"), "device='meta' computes nothing"),
             (("--prompt-file", "/no/such/file"), "/no/such/file"),
         ],
     )
@@ -135,8 +136,7 @@ class TestErrors:
     @pytest.mark.parametrize("command", [("bench",), ("generate", "--prompt", "a")])
     def test_a_device_that_is_not_there_is_one_message(self, checkpoint, capsys, command):
         code, _, err = run(capsys, *command, checkpoint, "--device", "cuda:77")
-        name = {"bench": "bench", "generate": "load"}[command[0]]
-        assert code == 2 and f"error: {name}: device='cuda:77' cannot be used: " in err
+        assert code == 2 and f"error: {command[0]}: device='cuda:77' cannot be used: " in err
 
     def test_debug_shows_where_an_error_came_from(self, tmp_path):
         arguments = ["generate", str(tmp_path), "--prompt", "a", "--device", "cpu"]
@@ -204,10 +204,37 @@ def test_a_closed_stdin_is_one_message(checkpoint, capsys, monkeypatch):
     assert code == 2 and "stdin is closed" in err
 
 
-def test_a_seed_that_does_not_fit_is_wrong_usage(checkpoint, capsys):
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ("generate MODEL --seed 18446744073709551616", "--seed: 18446744073709551616 does not fit"),
+        ("generate MODEL --seed x", "--seed: expected an integer, got 'x'"),
+        ("generate MODEL --max-new-tokens 0", "--max-new-tokens: must be at least 1, got 0"),
+        ("generate MODEL --num-draft-tokens -1", "--num-draft-tokens: must be at least 0, got -1"),
+        ("generate MODEL --temperature nan", "--temperature: expected 0 (greedy) or a finite"),
+        ("generate MODEL --top-p 2", "--top-p: expected a number above 0 and up to 1, got '2'"),
+        ("generate MODEL --top-k -1", "--top-k: must be at least 0, got -1"),
+        ("explain MODEL --batch-size 0", "--batch-size: must be at least 1, got 0"),
+        ("explain MODEL --cache-len 4k", "--cache-len: expected an integer, got '4k'"),
+    ],
+)
+def test_a_number_that_cannot_be_is_wrong_usage(capsys, arguments, message):
     with pytest.raises(SystemExit):
-        main(["generate", str(checkpoint), "--prompt", "a", "--seed", str(2**64)])
-    assert "does not fit 64 bits" in capsys.readouterr().err
+        main(arguments.split())
+    assert message in capsys.readouterr().err
+
+
+def test_a_place_that_cannot_be_written_is_named_before_any_work(checkpoint, capsys, monkeypatch):
+    def fail(*args, **kwargs):
+        pytest.fail("it works already")
+
+    monkeypatch.setattr("glm_compile.checkpoint.load_structure", fail)
+    monkeypatch.setattr(glm_compile, "load", fail)
+    file = checkpoint / "config.json"
+    code, _, err = run(capsys, "explain", checkpoint, "--save", file)
+    assert code == 2 and "config.json exists and is not a folder" in err
+    code, _, err = run(capsys, "bench", checkpoint, "--device", "cpu", "--json", checkpoint)
+    assert code == 2 and "is a directory; name a file in it" in err
 
 
 def test_a_reader_that_has_enough_is_no_error(checkpoint):

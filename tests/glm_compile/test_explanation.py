@@ -8,6 +8,7 @@ from torch._dynamo.utils import counters
 
 import glm_compile
 from glm_compile import inner
+from glm_compile.errors import UnsupportedError
 from glm_compile.mtp import GlmMoeDsaMtp
 from glm_compile.report import reports
 from tests.compiling import Step, compile_model, small_config, small_model, tokens
@@ -140,11 +141,14 @@ def test_options_are_those_of_the_backend():
 @pytest.mark.parametrize(
     ("kwargs", "message"),
     [
-        ({"batch_size": 0}, "batch_size must be an int of at least 1, got 0"),
+        ({"batch_size": 0}, "batch_size must be at least 1, got 0"),
         ({"query_len": 0}, "query_len must be"),
-        ({"query_len": 1.5}, "query_len must be an int of at least 1, got 1.5"),
-        ({"cache_len": -1}, "cache_len must be an int of at least 0"),
+        ({"query_len": 1.5}, "query_len must be an integer of at least 1, got 1.5"),
+        ({"cache_len": -1}, "cache_len must be at least 0"),
         ({"cache": "sliding"}, "cache must be one of 'static', 'paged', 'dynamic', None"),
+        ({"cache": "page"}, "got str 'page' .did you mean 'paged'"),
+        ({"cache": ["paged"]}, "got list"),
+        ({"mtp": True}, "mtp must be an MTP layer as glm_compile.load returns it, got bool"),
     ],
 )
 def test_wrong_arguments_say_what_was_expected(kwargs, message):
@@ -155,6 +159,14 @@ def test_wrong_arguments_say_what_was_expected(kwargs, message):
 def test_another_family_is_refused():
     with pytest.raises(ValueError, match=r"expected a GlmMoeDsaForCausalLM.*got Linear"):
         glm_compile.explain(torch.nn.Linear(2, 2))
+    with pytest.raises(ValueError, match=r"got tuple .*pass its two parts as model and mtp="):
+        glm_compile.explain((small_model(), None))
+
+
+def test_the_fp8_tier_asks_for_a_paged_cache_before_the_trace(monkeypatch):
+    monkeypatch.setattr("glm_compile.explanation._trace", lambda *args: pytest.fail("it traces"))
+    with pytest.raises(UnsupportedError, match="needs a PagedCache"):
+        glm_compile.explain(small_model(), options={"indexer_dtype": "fp8"})
 
 
 @pytest.mark.slow

@@ -53,7 +53,7 @@ def test_unknown_option_names_the_known_ones_and_the_closest():
         CompileOptions(indexer_type="fp8")
     with pytest.raises(ValueError, match="unknown option 3; known options: indexer_dtype"):
         CompileOptions.from_dict({3: 1})
-    assert list(inspect.signature(CompileOptions).parameters)[0] == "indexer_dtype"
+    assert next(iter(inspect.signature(CompileOptions).parameters)) == "indexer_dtype"
 
 
 @pytest.mark.parametrize(

@@ -491,7 +491,8 @@ REFUSED: list[tuple[str, dict[str, Any]]] = [
     ("use_cache", {"use_cache": False}),
     ("cache_implementation", {"cache_implementation": "static"}),
     ("position_ids", {"position_ids": torch.arange(5, 10)[None]}),
-    ("not used by the model: .'tempratur'", {"tempratur": 0.5}),
+    ("unknown argument 'tempratur' .did you mean 'temperature'", {"tempratur": 0.5}),
+    ("not used by the model: .'qqqq'", {"qqqq": 0.5}),
     ("past_key_values", {"past_key_values": "cache"}),
     ("cache", {"cache": "cache"}),
     ("output_router_logits", {"output_router_logits": True}),
@@ -696,7 +697,7 @@ def test_a_mask_of_ones_has_the_shape_of_the_ids(model: Any, mask: Any, found: s
         ("must hold 0 .padding. and 1", {"attention_mask": torch.full((1, 5), 2)}),
         ("must hold 0 .padding. and 1", {"attention_mask": torch.full((1, 5), 0.5)}),
         ("must hold 0 .padding. and 1", {"attention_mask": torch.full((1, 5), torch.nan)}),
-        ("must be integers, got 7.5", {"max_new_tokens": 2.5}),
+        ("must be (an integer, got 2|integers, got 7).5", {"max_new_tokens": 2.5}),
     ],
     ids=lambda v: str(v)[:40],
 )
