@@ -2,8 +2,9 @@
 
 The 64 keys of a page are the M side of a wgmma, the query rows' heads (up to 256 columns) its N
 side, so a key is read once for all rows. Blocks are persistent: one warp of a block reads the block
-table and keeps a ring of pages full by bulk tensor copies, two warpgroups take turns at the pages,
-one multiplying while the other reduces its products over the heads in registers.
+table and keeps a ring of pages full by bulk tensor copies, two warpgroups take turns at the pages.
+A page is multiplied with one half of the rows and then with the other: while the tensor core is at
+one half, a warpgroup reduces the other one's products over the heads in registers.
 
 Half of a decode step is latency. So what needs no other kernel's data is done before it is waited
 for, lengths and block table are read before where they are known to be there, and what the lengths
@@ -147,6 +148,11 @@ class IndexerScoresKernel:
         self.num_steps = _DIM * element_bytes // 32
         # Pairs of adjacent columns of one row that a thread holds.
         self.num_pairs = v.num_heads // 8
+        # Rows of each half; a tile of one row has one.
+        self.half_rows = -(-v.num_rows // 2)
+        self.rows_of_halves = [self.half_rows, v.num_rows - self.half_rows]
+        if v.num_rows == 1:
+            self.rows_of_halves = [1]
 
     @cute.jit
     def __call__(
@@ -605,14 +611,27 @@ class IndexerScoresKernel:
         is_full, is_empty, has_query, is_query_free = signals
         num_queries = windows[2]
         num_keys = windows[3]
-        mma = self._make_mma()
-        part = mma.get_slice(in_group)
-        fragments = (
-            mma.make_fragment_A(part.partition_A(key_ring)),
-            mma.make_fragment_B(part.partition_B(query_ring)),
-        )
-        products = cute.make_rmem_tensor(mma.partition_shape_C((_PAGE, v.num_columns)), Float32)
-        # After the reduction a lane holds one key of the page and every other row.
+        fragments = []
+        products = []
+        for half in cutlass.range_constexpr(len(self.rows_of_halves)):
+            num_columns = self.rows_of_halves[half] * v.num_heads
+            first_column = half * self.half_rows * v.num_heads
+            queries = cute.local_tile(
+                cute.domain_offset((first_column, 0, 0), query_ring),
+                (num_columns, _DIM),
+                (0, 0, None),
+            )
+            mma = self._make_mma(half)
+            part = mma.get_slice(in_group)
+            fragments.append(
+                (
+                    mma.make_fragment_A(part.partition_A(key_ring)),
+                    mma.make_fragment_B(part.partition_B(queries)),
+                )
+            )
+            shape = mma.partition_shape_C((_PAGE, num_columns))
+            products.append(cute.make_rmem_tensor(shape, Float32))
+        # After the reduction a lane holds one key of the page and the rows of one half.
         key = in_group // WARP * 16 + lane // 4 + lane % 2 * 8
         odd = lane // 2 % 2
 
@@ -638,7 +657,6 @@ class IndexerScoresKernel:
         phase = Int32(0)
         row_bytes = Int64(scores.stride[0]) * 4
         address_step = Int64(stride) * (_PAGE * 4)
-        num_pairs_of_rows = cutlass.const_expr((v.num_rows + 1) // 2)
         is_going = page < end or rest > 0
         while is_going:
             if page < end:
@@ -649,15 +667,17 @@ class IndexerScoresKernel:
                 first = page + (group + _GROUPS - done % _GROUPS) % _GROUPS * step
                 position = first * _PAGE + key
                 address = (
-                    scores.iterator.toint() + Int64(row + odd) * row_bytes + Int64(position) * 4
+                    scores.iterator.toint()
+                    + Int64(row + odd * self.half_rows) * row_bytes
+                    + Int64(position) * 4
                 )
-                has_row = [pair * 2 + odd < num_rows for pair in range(num_pairs_of_rows)]
+                has_row = [i + odd * self.half_rows < num_rows for i in range(self.half_rows)]
                 cute.arch.mbarrier_wait(has_query + query_slot, query_phase)
                 cute.arch.sync_warp()
                 if first < end:
                     cute.arch.mbarrier_wait(is_full + slot, phase)
                     cute.arch.sync_warp()
-                    self._multiply(products, fragments, slot, query_slot, is_full)
+                    self._multiply(0, products, fragments, slot, query_slot, is_full)
                     warpgroup.wait_group(0)
                     constants = (
                         (products, fragments, query_slot, row_weights),
@@ -704,28 +724,30 @@ class IndexerScoresKernel:
                 row_weights[at] = first
                 row_weights[at + 1] = second
 
-    def _make_mma(self) -> Any:
+    def _make_mma(self, half: int) -> Any:
         k_major = OperandMajorMode.K
-        tile = (_PAGE, self.v.num_columns)
+        tile = (_PAGE, self.rows_of_halves[half] * self.v.num_heads)
         return hopper.make_trivial_tiled_mma(
             self.dtype, self.dtype, k_major, k_major, Float32, (1, 1, 1), tile
         )
 
     @cute.jit
-    def _multiply(self, products, fragments, slot, query_slot, is_full) -> None:
-        """Start the products of a page with all queries of the tile."""
-        key_part, query_part = fragments
+    def _multiply(
+        self, half: cutlass.Constexpr, products, fragments, slot, query_slot, is_full
+    ) -> None:
+        """Start the products of a page with the queries of one half of the tile."""
+        key_part, query_part = fragments[half]
         # One of its own, since what is set holds within the loop that sets it.
-        mma = self._make_mma()
+        mma = self._make_mma(half)
         warpgroup.fence()
         mma.set(warpgroup.Field.ACCUMULATE, False)
         for k in cutlass.range_constexpr(self.num_steps):
             cute.gemm(
                 mma,
-                products,
+                products[half],
                 key_part[None, None, k, slot],
                 query_part[None, None, k, query_slot],
-                products,
+                products[half],
             )
             mma.set(warpgroup.Field.ACCUMULATE, True)
         warpgroup.commit_group()
@@ -734,10 +756,12 @@ class IndexerScoresKernel:
 
     @cute.jit
     def _page(self, constants, slot, phase, position, address, has_next: cutlass.Constexpr):
-        """Reduce a page's products, multiply the next one, give the page back and store its scores.
+        """Reduce a page's products, start the next one's, give the page back, store its scores.
 
-        Returns the next page's slot, the phase of its barriers, its first position and the address
-        of this lane's first score.
+        The products with the first half of the rows are there when this begins, and those of the
+        next page when it ends: with some under way at a loop's end, the assembler waits after each
+        step of a product. Returns the next page's slot, the phase of its barriers, its first
+        position and the address of this lane's first score.
         """
         v = self.v
         (
@@ -749,9 +773,12 @@ class IndexerScoresKernel:
         ) = constants
         allowed = []
         if cutlass.const_expr(v.has_mask):
-            allowed = self._load_mask(
-                mask, sequence, query + odd, num_rows - odd, position, num_keys
-            )
+            rows = (query + odd * self.half_rows, num_rows - odd * self.half_rows)
+            allowed = self._load_mask(mask, sequence, *rows, position, num_keys)
+        num_halves = cutlass.const_expr(len(self.rows_of_halves))
+        if cutlass.const_expr(num_halves == 2):
+            self._multiply(1, products, fragments, slot, query_slot, is_full)
+        sums = self._reduce(0, products[0], row_weights, softmax_scale, lane)
         scale = Float32(1.0)
         if cutlass.const_expr(v.is_fp8):
             scale = scale_ring[slot * _PAGE + key]
@@ -763,11 +790,15 @@ class IndexerScoresKernel:
         if next_slot >= self.num_stages:
             next_slot -= self.num_stages
             next_phase ^= 1
-        values = self._reduce(products, row_weights, softmax_scale, lane)
+        if cutlass.const_expr(num_halves == 2):
+            warpgroup.wait_group(0)
         if cutlass.const_expr(has_next):
             cute.arch.mbarrier_wait(is_full + next_slot, next_phase)
             cute.arch.sync_warp()
-            self._multiply(products, fragments, next_slot, query_slot, is_full)
+            self._multiply(0, products, fragments, next_slot, query_slot, is_full)
+        if cutlass.const_expr(num_halves == 2):
+            sums += self._reduce(1, products[1], row_weights, softmax_scale, lane)
+        values = self._exchange_rows(sums, lane)
         # Of all lanes, so that no lane's load is on its way any more. Sooner, the loads would be
         # waited for; while the tensor core is at work, nobody is kept.
         loaded = cute.arch.vote_ballot_sync(scale.bitcast(Int32) == entry)
@@ -786,51 +817,57 @@ class IndexerScoresKernel:
             if not is_scored:
                 value = Float32(float("-inf"))
             store_global(place, value.bitcast(Int32), is_inside and has_row[pair])
-            place += row_bytes * 2
+            place += row_bytes
         if cutlass.const_expr(has_next):
             warpgroup.wait_group(0)
         return next_slot, next_phase, position + stride * _PAGE, address + address_step
 
     @cute.jit
     def _load_mask(self, mask, sequence, query, num_rows, position, num_keys) -> list:
-        """The mask at this lane's key, by pair of rows of the tile."""
+        """The mask at this lane's key, by row of its half."""
         allowed = []
-        for pair in cutlass.range_constexpr((self.v.num_rows + 1) // 2):
+        for i in cutlass.range_constexpr(self.half_rows):
             value = Int32(0)
-            if pair * 2 < num_rows and position < num_keys:
-                value = Int32(mask[sequence, query + pair * 2, position])
+            if i < num_rows and position < num_keys:
+                value = Int32(mask[sequence, query + i, position])
             allowed.append(value)
         return allowed
 
     @cute.jit
-    def _reduce(self, products, row_weights, softmax_scale, lane) -> list:
-        """Sum over heads of weight * relu(product * scale), for this lane's key and rows.
+    def _reduce(self, half: cutlass.Constexpr, products, row_weights, softmax_scale, lane) -> list:
+        """Sums over two lanes' heads of weight * relu(product * scale), by row of a half.
 
-        Of the 2 keys and all rows that four lanes hold parts of, a lane ends up with key `lane % 2`
-        and the rows of parity `lane // 2 % 2`.
+        Of the 2 keys that four lanes hold parts of, a lane ends up with key `lane % 2`.
         """
-        v = self.v
         is_odd_key = lane % 2 == 1
-        is_odd_row = lane // 2 % 2 == 1
+        first_weight = half * self.half_rows * self.num_pairs * 2
         sums = []
-        for i in cutlass.range_constexpr(v.num_rows):
+        for i in cutlass.range_constexpr(self.rows_of_halves[half]):
             both = []
-            for half in cutlass.range_constexpr(2):
+            for of_two in cutlass.range_constexpr(2):
                 total = Float32(0.0)
                 for j in cutlass.range_constexpr(self.num_pairs * 2):
-                    product = products[(i * self.num_pairs + j // 2) * 4 + half * 2 + j % 2]
+                    product = products[(i * self.num_pairs + j // 2) * 4 + of_two * 2 + j % 2]
                     if cutlass.const_expr(not self.has_table):
                         product = product * softmax_scale
                     # Keeps NaN, as torch.relu does.
                     positive = cute.arch.fmax(product, Float32(0.0), nan=True)
-                    total = _fma(positive, row_weights[i * self.num_pairs * 2 + j], total)
+                    weight = row_weights[first_weight + i * self.num_pairs * 2 + j]
+                    total = _fma(positive, weight, total)
                 both.append(total)
             sums.append(_exchange(both[0], both[1], is_odd_key, 1))
+        return sums
+
+    @cute.jit
+    def _exchange_rows(self, sums, lane) -> list:
+        """Sums over all heads, of the rows of half `lane // 2 % 2`."""
+        is_odd = lane // 2 % 2 == 1
         values = []
-        for pair in cutlass.range_constexpr(v.num_rows // 2):
-            values.append(_exchange(sums[2 * pair], sums[2 * pair + 1], is_odd_row, 2))
-        if cutlass.const_expr(v.num_rows % 2):
-            values.append(sums[-1] + cute.arch.shuffle_sync_bfly(sums[-1], 2))
+        for i in cutlass.range_constexpr(self.half_rows):
+            if cutlass.const_expr(i + self.half_rows < self.v.num_rows):
+                values.append(_exchange(sums[i], sums[i + self.half_rows], is_odd, 2))
+            else:
+                values.append(sums[i] + cute.arch.shuffle_sync_bfly(sums[i], 2))
         return values
 
 
