@@ -2,19 +2,21 @@
 
 The 64 keys of a page are the M side of a wgmma, the query rows' heads (up to 256 columns) its N
 side, so a key is read once for all rows. Blocks are persistent: one warp of a block reads the block
-table and keeps a ring of pages full by bulk tensor copies, two warpgroups take turns at the pages.
-A page is multiplied with one half of the rows and then with the other: while the tensor core is at
-one half, a warpgroup reduces the other one's products over the heads in registers.
+table and keeps a ring of pages full by bulk tensor copies, two warpgroups take turns at the pages,
+one multiplying while the other reduces its products over the heads in registers. With a wide tile
+of FP8 queries a page is multiplied in two parts, so that a warpgroup also reduces one part while
+the tensor core is at its other one (6 rows of 128K keys: 8.8 us, in one part 9.2). Narrow tiles and
+bf16 lose by it: keys are read from shared memory for each part.
 
 Half of a decode step is latency. So what needs no other kernel's data is done before it is waited
 for, lengths and block table are read before where they are known to be there, and what the lengths
-do not decide is asked for before they are known. That one warp asks for
-page after page is on purpose: four warps that ask for all at once make some blocks wait for their
-first page until others have all of theirs (6 rows of 128K keys on one NVIDIA H200, 2026-11-30, by
-the method of tests/benchmarks/test_indexer_scores_benchmark.py: 12.5 us). Nor are pages brought
-into L2 before the kernels ahead have ended (10.1 us where it is 9.2 without), or into the ring: a
-block that asks for two pages by then slows down the queries on their way (the whole indexer 46.4 us
-where it is 46.0 without, with all of its pages 49.4).
+do not decide is asked for before they are known. That one warp asks for page after page is on
+purpose: four warps that ask for all at once make some blocks wait for their first page until others
+have all of theirs (12.5 us). Nor are pages brought into L2 before the kernels ahead have ended
+(10.1 us where it was 9.2 without), or into the ring: they hold up the queries on their way (a
+layer's whole indexer 46.0 us without, 46.4 with two pages a block, 49.4 with all). Figures: 6 rows
+of 128K keys on one NVIDIA H200, 2026-11-30, by the methods of
+tests/benchmarks/test_indexer_scores_benchmark and test_indexer_benchmark.
 
 The pages of each block are found from the lengths on the device. One tile of rows: page p goes to
 block p modulo their number. More: the pages of all tiles form one list, cut into one piece a block.
@@ -60,6 +62,8 @@ _PAGE = 64
 _DIM = 128
 # Columns of the widest wgmma.
 MAX_COLUMNS = 256
+# Columns of the widest tile of FP8 that a page is multiplied with at once.
+_COLUMNS_OF_A_PART = 128
 # Rows of queries that share a tile at most: what the epilogue was written for.
 MAX_ROWS = 8
 _SHARED_BYTES = 220 * 1024
@@ -148,11 +152,11 @@ class IndexerScoresKernel:
         self.num_steps = _DIM * element_bytes // 32
         # Pairs of adjacent columns of one row that a thread holds.
         self.num_pairs = v.num_heads // 8
-        # Rows of each half; a tile of one row has one.
+        # Rows of the tile's first half, and of what a page is multiplied with at a time.
         self.half_rows = -(-v.num_rows // 2)
-        self.rows_of_halves = [self.half_rows, v.num_rows - self.half_rows]
-        if v.num_rows == 1:
-            self.rows_of_halves = [1]
+        self.rows_of_parts = [v.num_rows]
+        if v.is_fp8 and v.num_columns > _COLUMNS_OF_A_PART:
+            self.rows_of_parts = [self.half_rows, v.num_rows - self.half_rows]
 
     @cute.jit
     def __call__(
@@ -613,15 +617,15 @@ class IndexerScoresKernel:
         num_keys = windows[3]
         fragments = []
         products = []
-        for half in cutlass.range_constexpr(len(self.rows_of_halves)):
-            num_columns = self.rows_of_halves[half] * v.num_heads
-            first_column = half * self.half_rows * v.num_heads
+        for i in cutlass.range_constexpr(len(self.rows_of_parts)):
+            num_columns = self.rows_of_parts[i] * v.num_heads
+            first_column = i * self.half_rows * v.num_heads
             queries = cute.local_tile(
                 cute.domain_offset((first_column, 0, 0), query_ring),
                 (num_columns, _DIM),
                 (0, 0, None),
             )
-            mma = self._make_mma(half)
+            mma = self._make_mma(i)
             part = mma.get_slice(in_group)
             fragments.append(
                 (
@@ -724,30 +728,30 @@ class IndexerScoresKernel:
                 row_weights[at] = first
                 row_weights[at + 1] = second
 
-    def _make_mma(self, half: int) -> Any:
+    def _make_mma(self, part: int) -> Any:
         k_major = OperandMajorMode.K
-        tile = (_PAGE, self.rows_of_halves[half] * self.v.num_heads)
+        tile = (_PAGE, self.rows_of_parts[part] * self.v.num_heads)
         return hopper.make_trivial_tiled_mma(
             self.dtype, self.dtype, k_major, k_major, Float32, (1, 1, 1), tile
         )
 
     @cute.jit
     def _multiply(
-        self, half: cutlass.Constexpr, products, fragments, slot, query_slot, is_full
+        self, part: cutlass.Constexpr, products, fragments, slot, query_slot, is_full
     ) -> None:
-        """Start the products of a page with the queries of one half of the tile."""
-        key_part, query_part = fragments[half]
+        """Start the products of a page with the queries of a part of the tile."""
+        key_part, query_part = fragments[part]
         # One of its own, since what is set holds within the loop that sets it.
-        mma = self._make_mma(half)
+        mma = self._make_mma(part)
         warpgroup.fence()
         mma.set(warpgroup.Field.ACCUMULATE, False)
         for k in cutlass.range_constexpr(self.num_steps):
             cute.gemm(
                 mma,
-                products[half],
+                products[part],
                 key_part[None, None, k, slot],
                 query_part[None, None, k, query_slot],
-                products[half],
+                products[part],
             )
             mma.set(warpgroup.Field.ACCUMULATE, True)
         warpgroup.commit_group()
@@ -758,8 +762,8 @@ class IndexerScoresKernel:
     def _page(self, constants, slot, phase, position, address, has_next: cutlass.Constexpr):
         """Reduce a page's products, start the next one's, give the page back, store its scores.
 
-        The products with the first half of the rows are there when this begins, and those of the
-        next page when it ends: with some under way at a loop's end, the assembler waits after each
+        The products of the first part of the rows are there when this begins, and those of the next
+        page when it ends: with some under way at a loop's end, the assembler waits after each
         step of a product. Returns the next page's slot, the phase of its barriers, its first
         position and the address of this lane's first score.
         """
@@ -775,8 +779,8 @@ class IndexerScoresKernel:
         if cutlass.const_expr(v.has_mask):
             rows = (query + odd * self.half_rows, num_rows - odd * self.half_rows)
             allowed = self._load_mask(mask, sequence, *rows, position, num_keys)
-        num_halves = cutlass.const_expr(len(self.rows_of_halves))
-        if cutlass.const_expr(num_halves == 2):
+        num_parts = cutlass.const_expr(len(self.rows_of_parts))
+        if cutlass.const_expr(num_parts == 2):
             self._multiply(1, products, fragments, slot, query_slot, is_full)
         sums = self._reduce(0, products[0], row_weights, softmax_scale, lane)
         scale = Float32(1.0)
@@ -790,13 +794,13 @@ class IndexerScoresKernel:
         if next_slot >= self.num_stages:
             next_slot -= self.num_stages
             next_phase ^= 1
-        if cutlass.const_expr(num_halves == 2):
+        if cutlass.const_expr(num_parts == 2):
             warpgroup.wait_group(0)
         if cutlass.const_expr(has_next):
             cute.arch.mbarrier_wait(is_full + next_slot, next_phase)
             cute.arch.sync_warp()
             self._multiply(0, products, fragments, next_slot, query_slot, is_full)
-        if cutlass.const_expr(num_halves == 2):
+        if cutlass.const_expr(num_parts == 2):
             sums += self._reduce(1, products[1], row_weights, softmax_scale, lane)
         values = self._exchange_rows(sums, lane)
         # Of all lanes, so that no lane's load is on its way any more. Sooner, the loads would be
@@ -834,15 +838,15 @@ class IndexerScoresKernel:
         return allowed
 
     @cute.jit
-    def _reduce(self, half: cutlass.Constexpr, products, row_weights, softmax_scale, lane) -> list:
-        """Sums over two lanes' heads of weight * relu(product * scale), by row of a half.
+    def _reduce(self, part: cutlass.Constexpr, products, row_weights, softmax_scale, lane) -> list:
+        """Sums over two lanes' heads of weight * relu(product * scale), by row of a part.
 
         Of the 2 keys that four lanes hold parts of, a lane ends up with key `lane % 2`.
         """
         is_odd_key = lane % 2 == 1
-        first_weight = half * self.half_rows * self.num_pairs * 2
+        first_weight = part * self.half_rows * self.num_pairs * 2
         sums = []
-        for i in cutlass.range_constexpr(self.rows_of_halves[half]):
+        for i in cutlass.range_constexpr(self.rows_of_parts[part]):
             both = []
             for of_two in cutlass.range_constexpr(2):
                 total = Float32(0.0)

@@ -530,14 +530,15 @@ def test_compiles_without_spills(name: str, tmp_path: Path) -> None:
     variant = variants()[name]
     kernel = compiled(variant, tmp_path)
     assert kernel.stack_bytes == 0
-    # A page with one half of the rows' heads and then the other, 32 bytes of a key a step. Before
-    # the loop is the first page's first half, behind it the last page's second one.
+    # One tile a page, 32 bytes of a key a step; of wide FP8 tiles one half and then the other. The
+    # first page's first half comes before the loop, the last page's second one behind it.
     kind = {torch.float8_e4m3fn: r"k32\.f32\.e4m3\.e4m3", torch.bfloat16: r"k16\.f32\.bf16\.bf16"}
     operation = kind.get(variant.key_dtype, r"k16\.f32\.f16\.f16")
     products = re.findall(rf"wgmma\.mma_async\.sync\.aligned\.m64n(\d+){operation}", kernel.ptx)
-    halves = [-(-variant.num_rows // 2), variant.num_rows // 2]
-    columns = [rows * variant.num_heads for rows in halves if rows]
-    order = [columns[0], *columns[::-1], columns[-1]] if columns[1:] else columns * 2
+    order = [variant.num_columns] * 2
+    if variant.is_fp8 and variant.num_columns > 128:
+        first, second = -(-variant.num_rows // 2), variant.num_rows // 2
+        order = [rows * variant.num_heads for rows in (first, second, first, second)]
     assert products == [str(n) for n in order for _ in range(4 if variant.is_fp8 else 8)]
     # Once in the loop and once for the last page.
     assert kernel.ptx.count("max.NaN.f32") == 2 * (variant.num_rows * variant.num_heads // 2)
