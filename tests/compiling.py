@@ -35,6 +35,12 @@ def small_model(**kwargs: Any):
     return tiny_model(small_config(**kwargs.pop("config", {})), **kwargs)
 
 
+def short_model(**kwargs: Any):
+    """One full and one shared layer, where a test is about steps and caches, not about layers."""
+    config = {"num_hidden_layers": 2, "indexer_types": ["full", "shared"]}
+    return small_model(config={**config, **kwargs.pop("config", {})}, **kwargs)
+
+
 def tokens(batch_size: int, num_tokens: int, seed: int = 1) -> torch.Tensor:
     """Random token ids without special ones."""
     generator = torch.Generator().manual_seed(seed)

@@ -1,4 +1,4 @@
-"""How often a model is compiled: once a shape, whatever the position. 64 steps, several prompts."""
+"""How often a model is compiled: once a shape, whatever the position and the prompt."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ import glm_compile
 from glm_compile import PagedCache
 from glm_compile.generation.api import num_graphs
 from glm_compile.report import listening
-from tests.compiling import compile_model, small_model, tokens
+from tests.compiling import assert_logits_close, compile_model, short_model, tokens
 from tests.glm_compile.generation.drafts import random_mtp
 from tests.tiny_models import CACHE_ARGUMENT
 
-NUM_STEPS = 64
-PROMPT_LENS = (26, 31, 40)  # and positions on both sides of a page's end
+NUM_STEPS = 40
+PROMPT_LENS = (26, 31, 40)  # from each of them the steps pass a page's end
 MAX_CACHE_LEN = 160
 
 
@@ -43,45 +43,46 @@ def empty_cache(model, kind):
     return PagedCache(model.config, 1, MAX_CACHE_LEN, dtype=model.lm_head.weight.dtype)
 
 
-# Dynamo takes a length for constant once, before it makes a graph for all of them.
-@pytest.mark.parametrize(("kind", "num_expected"), [("static", 1), ("paged", 1), ("dynamic", 2)])
-def test_steps_behind_an_eager_prompt(kind, num_expected):
-    model = small_model()
+# Behind a prompt that ran eagerly Dynamo takes a dynamic cache's length for constant once, before
+# it makes a graph for all of them: tests/glm_compile/test_backend.py.
+@pytest.mark.parametrize(
+    ("kind", "prompts"),
+    [
+        ("static", ("eager", "compiled")),
+        ("paged", ("eager", "compiled")),
+        ("dynamic", ("compiled", "eager")),
+    ],
+)
+def test_prompts_and_steps(kind, prompts):
+    """One graph for steps behind prompts of every length, one for the prompts that are compiled."""
+    model = short_model()
     compiled = compile_model(model)
+    num_expected = 1
     with counting() as reports:
-        for prompt_len in PROMPT_LENS:
-            kwargs = {CACHE_ARGUMENT: empty_cache(model, kind)}
-            model(tokens(1, prompt_len), **kwargs)
-            for _ in range(NUM_STEPS):
-                compiled(tokens(1, 1), **kwargs)
-            assert len(reports) == num_expected
-
-
-@pytest.mark.parametrize("kind", ["static", "paged", "dynamic"])
-def test_steps_behind_a_compiled_prompt(kind):
-    """One graph for prompts of every length, one for steps."""
-    model = small_model()
-    compiled = compile_model(model)
-    with counting() as reports:
-        for prompt_len in PROMPT_LENS:
-            kwargs = {CACHE_ARGUMENT: empty_cache(model, kind)}
-            ids = tokens(1, prompt_len)
-            torch._dynamo.mark_dynamic(ids, 1)
-            compiled(ids, **kwargs)
-            for _ in range(NUM_STEPS):
-                compiled(tokens(1, 1), **kwargs)
-            assert len(reports) == 2
+        for prompt in prompts:
+            num_expected += prompt == "compiled"
+            for prompt_len in PROMPT_LENS:
+                kwargs = {CACHE_ARGUMENT: empty_cache(model, kind)}
+                ids = tokens(1, prompt_len)
+                if prompt == "compiled":
+                    torch._dynamo.mark_dynamic(ids, 1)
+                (compiled if prompt == "compiled" else model)(ids, **kwargs)
+                for _ in range(NUM_STEPS):
+                    compiled(tokens(1, 1), **kwargs)
+                assert len(reports) == num_expected
 
 
 def test_prompts_without_a_cache():
-    model = small_model()
+    model = short_model()
     compiled = compile_model(model)
     with counting() as reports:
         for length in range(9, 9 + NUM_STEPS):
             ids = tokens(1, length)
             torch._dynamo.mark_dynamic(ids, 1)
-            compiled(ids, use_cache=False)
+            actual = compiled(ids, use_cache=False).logits
+            assert_logits_close(actual, model(ids, use_cache=False).logits, None)
     assert len(reports) == 1
+    assert reports[0].ok
 
 
 def generate(model, num_tokens=NUM_STEPS + 1, **kwargs):
@@ -94,7 +95,7 @@ def generate(model, num_tokens=NUM_STEPS + 1, **kwargs):
 
 def test_generate_without_drafts():
     """The prompt's graph and the step's; both again for a cache of twice the capacity."""
-    compiled = compile_model(small_model())
+    compiled = compile_model(short_model())
     with counting() as reports:
         for prompt_len in (*PROMPT_LENS, 1):
             result = generate(compiled, input_ids=tokens(1, prompt_len))
@@ -106,27 +107,26 @@ def test_generate_without_drafts():
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    ("fields", "num_expected"),
-    [
-        # Prompt, verify; the MTP layer's prompt, extend, draft.
-        ({"num_draft_tokens": 5}, 5),
-        ({"num_draft_tokens": 5, "do_sample": True}, 5),
-        # One draft comes from extend itself.
-        ({"num_draft_tokens": 1}, 4),
-        # A draft step is an extend of one token.
-        ({"num_draft_tokens": 5, "index_share": False}, 5),
-    ],
-    ids=lambda value: "-".join(map(str, value)) if isinstance(value, dict) else str(value),
-)
-def test_generate_with_drafts(fields, num_expected):
-    model = small_model()
+def test_generate_with_drafts():
+    """What other calls add to the graphs of the first one, with the same model and MTP layer."""
+    model = short_model()
     compiled, mtp = compile_model(model), random_mtp(model)
-    with counting() as reports:
-        for prompt_len in (*PROMPT_LENS, 1):
-            result = generate(compiled, input_ids=tokens(1, prompt_len), mtp=mtp, **fields)
-            assert result.num_iterations > NUM_STEPS // 2
-            assert len(reports) == num_expected
+    num_expected = 0
+    calls: list[tuple[dict[str, Any], int, tuple[int, ...]]] = [
+        # Prompt, verify; the MTP layer's prompt, extend, draft.
+        ({"num_draft_tokens": 5}, 5, (*PROMPT_LENS, 1)),
+        ({"num_draft_tokens": 5, "do_sample": True}, 0, (31, 1)),
         # Plain decoding adds its step's graph alone.
-        generate(compiled, input_ids=tokens(1, 9), num_tokens=5)
-    assert len(reports) == num_expected + 1
+        ({"num_draft_tokens": 0}, 1, (9,)),
+        # Another verify and extend; the one draft comes from extend itself.
+        ({"num_draft_tokens": 1}, 2, (40, 1)),
+        # A draft step is an extend of one token.
+        ({"num_draft_tokens": 5, "index_share": False}, 3, (40, 1)),
+    ]
+    with counting() as reports:
+        for fields, num_new, prompt_lens in calls:
+            num_expected += num_new
+            for prompt_len in prompt_lens:
+                result = generate(compiled, input_ids=tokens(1, prompt_len), mtp=mtp, **fields)
+                assert result.num_iterations > NUM_STEPS // 2
+                assert len(reports) == num_expected, fields
