@@ -12,6 +12,7 @@ import contextlib
 import traceback
 from collections.abc import Iterable, Iterator
 from typing import TYPE_CHECKING, Any
+from weakref import WeakValueDictionary
 
 import torch
 
@@ -127,19 +128,31 @@ class GraphedIteration:
 
 
 class GraphStore:
-    """Graphs of one model's iterations, found again by what they depend on."""
+    """Graphs of one model's iterations, found again by what they depend on.
+
+    They belong to the steps that they replay, and those of an MTP layer go with it.
+    """
 
     def __init__(self) -> None:
-        self._graphs: dict[Any, GraphedIteration] = {}
+        self._graphs: WeakValueDictionary[Any, GraphedIteration] = WeakValueDictionary()
 
     def keep(self, memories: Iterable[PagedCache]) -> None:
         """Give the graphs on other caches' memory up: they would keep it alive."""
         kept = {id(memory) for memory in memories}
-        self._graphs = {
-            key: graph
-            for key, graph in self._graphs.items()
-            if id(graph.iteration.cache.memory) in kept
-        }
+        for key, graph in list(self._graphs.items()):
+            if id(graph.iteration.cache.memory) not in kept:
+                self._drop(key)
+
+    def _put(self, key: Any, graph: GraphedIteration) -> None:
+        """Keep a graph as the last one; of two for the same work, that of a call inside goes."""
+        self._drop(key)
+        self._graphs[key] = graph
+        _owner(graph).graphs.add(graph)
+
+    def _drop(self, key: Any) -> None:
+        graph = self._graphs.pop(key, None)
+        if graph is not None:
+            _owner(graph).graphs.discard(graph)
 
     def _pool_of(self, cache: PagedCache) -> Any:
         """The graphs' memory: one for each cache's, because calls on two may run side by side."""
@@ -170,7 +183,9 @@ class GraphStore:
             padded_eos(request),
             request.processor.signature,
         )
-        graphed = self._graphs.pop(key, None)
+        # Nobody else finds it meanwhile.
+        graphed = self._graphs.get(key)
+        self._drop(key)
         if graphed is not None:
             own = graphed.iteration
             parts = ((own.target, target), (own.mtp, mtp), (own.cache, cache))
@@ -183,13 +198,19 @@ class GraphStore:
         try:
             yield graphed
         finally:
-            self._graphs[key] = graphed
+            self._put(key, graphed)
             while len(self._graphs) > 1 and self._holds_too_much():
-                del self._graphs[next(iter(self._graphs))]
+                self._drop(next(iter(self._graphs)))
 
     def _holds_too_much(self) -> bool:
         num_bytes = sum(graph.iteration.state.num_bytes() for graph in self._graphs.values())
         return len(self._graphs) > MAX_GRAPHS or num_bytes > MAX_STATE_BYTES
+
+
+def _owner(graph: GraphedIteration) -> TargetSteps | MtpSteps:
+    """The steps that keep a graph alive."""
+    iteration = graph.iteration
+    return iteration.target if iteration.mtp is None else iteration.mtp
 
 
 def addresses_of(iteration: Iteration) -> tuple[int, ...]:

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import dataclasses
 import types
+import weakref
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -22,13 +23,13 @@ from glm_compile.backend import glm
 from glm_compile.cache import DraftSeed, PagedCache
 from glm_compile.early import check_options, find_wrapper
 from glm_compile.errors import UnsupportedError
-from glm_compile.generation.graphs import GraphStore
+from glm_compile.generation.graphs import GraphedIteration, GraphStore
 from glm_compile.model_facts import cache_argument, mask_dtype
 from glm_compile.mtp import select_row
 from glm_compile.ops.paged_cache import PAGE_SIZE
 
 # Compiled functions of one compiled model are found again through this attribute of its compiled
-# call.
+# call; those of an MTP layer through the layer's, so that they go with it.
 _STEPS_ATTRIBUTE = "_glm_compile_steps"
 # Blocks of at most so many drafts share their steps.
 LEAST_DRAFTS = 8
@@ -112,10 +113,14 @@ class TargetSteps:
     """Forwards of the model: prompt, and verify or decode.
 
     Calls write into the cache at its lengths and do not advance them.
+
+    Attributes:
+        graphs: captured iterations without an MTP layer.
     """
 
     def __init__(self, model: Any, compiler: Compiler | None) -> None:
         self.model = model
+        self.graphs: set[GraphedIteration] = set()
         decoder, head = model.model, model.lm_head
         cache_name = cache_argument()
 
@@ -156,6 +161,9 @@ class MtpSteps:
         is_index_shared: whether draft steps share the selection of a row, whose latents `extend`
             then reads for all of them, and makes the rotary embeddings of all of them.
         num_drafts: most drafts of a block.
+
+    Attributes:
+        graphs: captured iterations with this layer.
     """
 
     def __init__(
@@ -166,6 +174,7 @@ class MtpSteps:
         num_drafts: int = LEAST_DRAFTS,
     ) -> None:
         self.mtp = mtp
+        self.graphs: set[GraphedIteration] = set()
         self.is_index_shared = is_index_shared
 
         def run_extend(
@@ -234,6 +243,20 @@ class MtpSteps:
         self.draft = _static(compiler, draft)
 
 
+class _MtpStepsOfModels(weakref.WeakKeyDictionary):
+    """What an MTP layer keeps: for the `Steps` of each model that it drafts for, its own by kind.
+
+    The layer has it, and nobody else: compiled functions and graphs hold the layer, and whoever had
+    them would keep a layer that its user has dropped. A copy of the layer starts without.
+    """
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> _MtpStepsOfModels:
+        return type(self)()
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return type(self), ()
+
+
 class Steps:
     """Everything that one model, compiled or not, keeps between calls.
 
@@ -248,7 +271,6 @@ class Steps:
         self.model = model
         self.compiler = compiler
         self._target: dict[Any, TargetSteps] = {}
-        self._mtp: dict[Any, MtpSteps] = {}
         # Caches of calls so far, all on the memory of one; and those of calls that are open.
         self._caches: list[PagedCache] = []
         self._open: list[list[PagedCache]] = []
@@ -278,10 +300,12 @@ class Steps:
     ) -> MtpSteps:
         """Forwards of an MTP layer on such a cache, for blocks of that many drafts."""
         num_drafts = max(LEAST_DRAFTS, 1 << (num_drafts - 1).bit_length())
-        key = (cache.batch_size, cache.max_cache_len, is_index_shared, num_drafts, id(mtp))
-        steps = self._mtp.get(key)
+        of_models = vars(mtp).setdefault(_STEPS_ATTRIBUTE, _MtpStepsOfModels())
+        kept: dict[Any, MtpSteps] = of_models.setdefault(self, {})
+        key = (cache.batch_size, cache.max_cache_len, is_index_shared, num_drafts)
+        steps = kept.get(key)
         if steps is None or steps.mtp is not mtp:
-            steps = self._mtp[key] = MtpSteps(mtp, self.compiler, is_index_shared, num_drafts)
+            steps = kept[key] = MtpSteps(mtp, self.compiler, is_index_shared, num_drafts)
         return steps
 
     @property

@@ -7,6 +7,8 @@ right only if a replayed iteration needs nothing that the host would have to han
 from __future__ import annotations
 
 import dataclasses
+import gc
+import weakref
 from contextlib import contextmanager, nullcontext
 from types import SimpleNamespace
 from typing import Any
@@ -338,3 +340,30 @@ def test_states_that_are_kept_are_not_large(
     monkeypatch.setattr(graphs, "MAX_STATE_BYTES", 1)
     run(model, pair(3), max_new_tokens=2)
     assert [g is loops[-1].graphed for g in steps.graphs._graphs.values()] == [True]
+
+
+def test_graphs_of_an_mtp_layer_go_with_it(model: Any, steps: Any, loops: list[Any]) -> None:
+    mtp = random_mtp(model)
+    for layer in (mtp, None, mtp):
+        run(model, pair(), layer)
+    assert loops[0].graphed is loops[2].graphed is not loops[1].graphed
+    released = [weakref.ref(mtp), weakref.ref(loops[0].graphed), weakref.ref(loops[0].state)]
+    loops.clear()
+    assert len(steps.graphs._graphs) == 2
+    del mtp, layer
+    gc.collect()
+    assert all(ref() is None for ref in released) and len(steps.graphs._graphs) == 1
+    run(model, pair())
+    assert captures(loops[0]) == 1
+
+
+def test_a_graph_that_is_given_up_is_released(model: Any, steps: Any, loops: list[Any]) -> None:
+    mtp = random_mtp(model)
+    run(model, pair(), mtp)
+    graph = weakref.ref(loops[0].graphed)
+    steps.graphs.keep([])
+    loops.clear()
+    gc.collect()
+    assert graph() is None and not steps.graphs._graphs
+    run(model, pair(), mtp)
+    assert captures(loops[0]) == 1

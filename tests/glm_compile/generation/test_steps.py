@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import copy
+import gc
+import pickle
+import weakref
 from collections.abc import Sequence
 from typing import Any
 
@@ -16,7 +19,13 @@ from glm_compile.errors import UnsupportedError
 from glm_compile.generation import loop
 from glm_compile.generation.steps import MtpSteps, Steps, unwrap_compiled
 from glm_compile.mtp import select_row
-from tests.glm_compile.generation.drafts import greedy_reference, padded, prompt_of, random_mtp
+from tests.glm_compile.generation.drafts import (
+    Uncompiled,
+    greedy_reference,
+    padded,
+    prompt_of,
+    random_mtp,
+)
 from tests.tiny_models import tiny_config, tiny_model
 
 OPTIONS = {"inner": "eager"}
@@ -233,3 +242,26 @@ def test_two_mtp_layers_in_turn_are_compiled_once_each(model: Any) -> None:
     for mtp in layers * 2:
         call(mtp)
     assert counter.frame_count == before
+
+
+def test_an_mtp_layer_that_is_dropped_is_released(model: Any) -> None:
+    """And found again until then; a copy of it, and another model, have steps of their own."""
+    steps = [Steps(model, Uncompiled()), Steps(model, Uncompiled())]  # type: ignore[arg-type]
+    mtp = random_mtp(model)
+    with steps[0].borrow_cache(1, 40, 1) as cache:
+        pass
+
+    def of(layer: Any, owner: Steps = steps[0], num_drafts: int = 2) -> MtpSteps:
+        return owner.for_mtp(layer, cache, True, num_drafts)
+
+    assert of(mtp) is of(mtp) is not of(mtp, num_drafts=20)
+    assert of(mtp, steps[1]) is not of(mtp)
+    for other in (copy.copy(mtp), copy.deepcopy(mtp), pickle.loads(pickle.dumps(mtp))):
+        assert of(other).mtp is other
+    released = [weakref.ref(of(mtp, steps[1])), weakref.ref(mtp), weakref.ref(mtp.eh_proj.weight)]
+    del steps[1], other
+    gc.collect()
+    assert [ref() is None for ref in released] == [True, False, False]
+    del mtp
+    gc.collect()
+    assert all(ref() is None for ref in released)
