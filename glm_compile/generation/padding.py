@@ -2,7 +2,9 @@
 
 What is added is rows of one token that are finished from the start: they take part in every step,
 in pages of their own, keep nothing, and are cut off the result. They cost their part of the
-prompt's work and of the cache, so there are none beside long texts.
+prompt's work and of the cache, so there are none beside long texts. They need few of their pages,
+but the number of pages is a shape of the compiled steps: with fewer of them for seven texts in a
+batch of eight than for eight, each number of texts would have steps and graphs of its own again.
 
 B batch, W prompt width, P compacted prompt width.
 """
@@ -17,6 +19,7 @@ from glm_compile.generation.device_processors import DeviceProcessors
 from glm_compile.generation.loop import needed_cache_len
 from glm_compile.generation.prompt import Prompt
 from glm_compile.generation.request import Request
+from glm_compile.generation.steps import compiled_capacity
 
 # Sizes that calls are brought to; a larger batch stays as it is.
 BATCH_SIZES = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64)
@@ -41,8 +44,8 @@ def pad_batch(request: Request) -> Request:
         or not isinstance(request.processor, DeviceProcessors)
     )
     num_padding = size - batch_size
-    # They take their part of the prompt's work and of the cache.
-    is_large = num_padding * needed_cache_len(request) > MAX_PADDING_TOKENS
+    # They take their part of the prompt's work and of the cache, whose capacity is rounded up.
+    is_large = num_padding * compiled_capacity(needed_cache_len(request)) > MAX_PADDING_TOKENS
     if num_padding == 0 or is_seen or is_large:
         return request
     assert isinstance(request.processor, DeviceProcessors)

@@ -347,7 +347,7 @@ class Steps:
         ]
         if fitting:
             return min(fitting, key=lambda cache: cache.max_cache_len)
-        capacity = max(MIN_COMPILED_CAPACITY, 1 << (num_tokens - 1).bit_length())
+        capacity = compiled_capacity(num_tokens)
         memory = caches[0].memory if caches else None
         if memory is not None and memory.num_pages < batch_size * -(-capacity // PAGE_SIZE):
             # The old memory goes first, and what holds it: both need not fit.
@@ -382,6 +382,11 @@ class Steps:
         )
         cache.auto_advance = False
         return cache
+
+
+def compiled_capacity(num_tokens: int) -> int:
+    """Tokens of a sequence that a new cache of compiled steps has room for."""
+    return max(MIN_COMPILED_CAPACITY, 1 << (num_tokens - 1).bit_length())
 
 
 def _positions(ids_BS: torch.Tensor, cache: PagedCache) -> torch.Tensor:
