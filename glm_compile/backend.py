@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-from glm_compile.early import check_calls_of, check_options
+from glm_compile.early import check_calls_of, check_options, refuse_gradients
 from glm_compile.errors import GlmCompileError, as_backend_error
 
 if TYPE_CHECKING:
@@ -64,13 +64,7 @@ def _check_inference(graph_module: fx.GraphModule, example_inputs: Sequence[Any]
         for name, value in zip(names, example_inputs)
         if isinstance(value, torch.Tensor) and value.requires_grad
     ]
-    if wanted:
-        more = f" and {len(wanted) - 1} more" if len(wanted) > 1 else ""
-        raise ValueError(
-            "the glm backend compiles for inference only, and gradients are enabled while "
-            f"{wanted[0]}{more} require them: call the model under torch.no_grad() or "
-            "torch.inference_mode(), or model.requires_grad_(False)"
-        )
+    refuse_gradients(wanted)
 
 
 check_calls_of(glm)

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import inspect
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from types import FrameType
 from typing import Any
 
@@ -56,6 +56,17 @@ def check_options(keywords: Mapping[str, Any]) -> CompileOptions:
     return CompileOptions.from_dict(keywords.get("options"))
 
 
+def refuse_gradients(names: Sequence[str]) -> None:
+    """Raise ValueError if there are names: of tensors whose gradients would be recorded."""
+    if names:
+        more = f" and {len(names) - 1} more" if len(names) > 1 else ""
+        raise ValueError(
+            "the glm backend compiles for inference only, and gradients are enabled while "
+            f"{names[0]}{more} require them: call the model under torch.no_grad() or "
+            "torch.inference_mode(), or model.requires_grad_(False)"
+        )
+
+
 def _on_start(_args: CallbackArgs) -> None:
     frame = _compiling_frame()
     wrapper = None if frame is None else find_wrapper(frame.f_locals.get("compiler_fn"))
@@ -82,7 +93,7 @@ def _compiling_frame() -> FrameType | None:
 
 
 def _check_call(scope: Mapping[str, Any], options: CompileOptions) -> None:
-    """Check the cache that a model of the family is called with.
+    """Check how a model of the family is called: without gradients, with a cache that it can use.
 
     Args:
         scope: locals of the frame that is traced: of the forward, or of a wrapper around it.
@@ -91,6 +102,9 @@ def _check_call(scope: Mapping[str, Any], options: CompileOptions) -> None:
     family = getattr(getattr(model, "config", None), "model_type", None)
     if family != MODEL_TYPE or not hasattr(model, "get_input_embeddings"):
         return
+    if torch.is_grad_enabled():
+        decoder = getattr(model, "model", model)
+        refuse_gradients([n for n, p in decoder.named_parameters() if p.requires_grad])
     parameters = list(inspect.signature(type(model).forward).parameters)
     given = {name: scope[name] for name in parameters if name in scope}
     if isinstance(arguments := scope.get("args"), tuple):

@@ -136,6 +136,11 @@ class GlmMoeDsaMtp(nn.Module):
             Hidden states after `shared_head.norm` [B,S,C], or with `row_B` [B,1,C], and the
             selected positions int32 [B,S,K].
         """
+        if not isinstance(cache, PagedCache):
+            raise ValueError(
+                "GlmMoeDsaMtp: cache must be a PagedCache made with num_mtp_layers=1, got "
+                f"{describe(cache)}"
+            )
         cache.begin_mtp_step()
         if attention_mask is None:
             attention_mask = cache.causal_mask(input_ids_BS.shape[1], self._mask_dtype(hidden_BSC))

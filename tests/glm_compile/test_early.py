@@ -118,6 +118,13 @@ def test_the_fp8_tier_asks_for_its_cache_ahead_of_the_trace(model: Any) -> None:
     assert_nothing_traced()
 
 
+def test_gradients_are_refused_ahead_of_the_trace() -> None:
+    model = tiny_model(tiny_config(**FEW)).requires_grad_(True)
+    with torch.enable_grad(), pytest.raises(ValueError, match=r"embed_tokens.* and \d+ more requi"):
+        call(model)
+    assert_nothing_traced()
+
+
 def test_an_argument_that_would_be_ignored_is_an_error(
     model: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -154,6 +154,10 @@ def test_of_the_other_functions(model: Any) -> None:
             (lambda: glm_compile.merge_weights("x"), "model must be a module, got str 'x'"),
             (lambda: glm_compile.merge_weights((model,)), "got tuple; glm_compile.load returns"),
             (lambda: GlmMoeDsaMtp("x"), "GlmMoeDsaMtp: model must be .* got str 'x'"),
+            (
+                lambda: GlmMoeDsaMtp(model).extend(IDS, None, IDS, None, None),
+                "cache must be a PagedCache made with num_mtp_layers=1, got NoneType",
+            ),
             (lambda: glm_compile.warmup("x"), "warmup: model must be .*got str"),
             (lambda: glm_compile.warmup(model, max_cache_len="x"), "warmup: max_cache_len must"),
             (
