@@ -33,6 +33,8 @@ from tests.glm_compile.generation.drafts import (
 )
 from tests.tiny_models import tiny_config, tiny_model
 
+pytestmark = pytest.mark.newest_transformers
+
 NUM_DRAFTS = 3
 
 
@@ -317,6 +319,9 @@ def test_an_interrupt_leaves_a_compiled_model_usable() -> None:
         def put(self, value: torch.Tensor) -> None:
             if value.numel() == 1:
                 raise KeyboardInterrupt
+
+        def end(self) -> None:
+            pass
 
     for _ in range(2):
         with pytest.raises(KeyboardInterrupt):
