@@ -17,7 +17,7 @@ from types import FrameType
 from typing import Any
 
 import torch
-from torch._dynamo.callback import CallbackArgs, callback_handler
+from torch._dynamo.callback import callback_handler
 
 from glm_compile.arguments import describe
 from glm_compile.errors import ConfigError, GlmCompileError, as_backend_error
@@ -67,7 +67,7 @@ def refuse_gradients(names: Sequence[str]) -> None:
         )
 
 
-def _on_start(_args: CallbackArgs) -> None:
+def _on_start(*_args: Any) -> None:
     frame = _compiling_frame()
     wrapper = None if frame is None else find_wrapper(frame.f_locals.get("compiler_fn"))
     if frame is None or wrapper is None or not any(wrapper.compiler_fn is b for b in _BACKENDS):
