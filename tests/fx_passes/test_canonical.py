@@ -17,6 +17,8 @@ from glm_compile.fx_passes.layouts import Axis, axes, names, regroup
 from tests.fx_passes.aten_graphs import LEVELS
 from tests.fx_passes.tiny_indexer import trace
 
+pytestmark = pytest.mark.newest_transformers
+
 aten = torch.ops.aten
 
 

@@ -12,6 +12,8 @@ from glm_compile.fx_passes._dynamo_graph import op_name
 from glm_compile.fx_passes.index_algebra import Lin
 from glm_compile.fx_passes.index_evaluation import Evaluator
 
+pytestmark = pytest.mark.newest_transformers
+
 
 def evaluate(function: Callable[[torch.Tensor], torch.Tensor], name: str) -> tuple[fx.Node, Lin]:
     """The last node of that name in Dynamo's graph, and its value."""

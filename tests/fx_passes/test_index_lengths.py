@@ -12,6 +12,8 @@ from torch.fx.experimental.proxy_tensor import make_fx
 
 from glm_compile.fx_passes.index_lengths import cached_lengths
 
+pytestmark = pytest.mark.newest_transformers
+
 B, S = 3, 5
 
 Form = Callable[[torch.Tensor, int], torch.Tensor]

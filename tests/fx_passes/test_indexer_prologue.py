@@ -26,6 +26,8 @@ from tests.fx_passes.aten_graphs import (
 from tests.fx_passes.tiny_indexer import D, H, P, TinyIndexer, make_inputs, trace_indexer
 from tests.tiny_models import CACHE_ARGUMENT, tiny_config, tiny_model
 
+pytestmark = pytest.mark.newest_transformers
+
 DTYPES = (torch.float32, torch.bfloat16)
 OP = "glm.indexer_prologue"
 

@@ -14,6 +14,8 @@ from glm_compile.fx_passes.indexer_topk import IndexerTopk
 from tests.fx_passes.aten_graphs import LEVELS, count_ops, graph_text
 from tests.fx_passes.tiny_indexer import D, H, TinyIndexer, make_inputs, trace, trace_indexer
 
+pytestmark = pytest.mark.newest_transformers
+
 DTYPES = (torch.float32, torch.bfloat16)
 
 

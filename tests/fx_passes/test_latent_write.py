@@ -31,6 +31,8 @@ from tests.fx_passes.tiny_attention import (
 )
 from tests.tiny_models import CACHE_ARGUMENT, tiny_config, tiny_model
 
+pytestmark = pytest.mark.newest_transformers
+
 FP32, BF16 = torch.float32, torch.bfloat16
 APART = "latents are made and stored in launches of their own"
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import pytest
@@ -71,10 +71,22 @@ def assert_rewritten(recorder: Recorder, route: str, queries: int, num_attention
         assert score_shaped_bools(graph, queries) == []
 
 
-@pytest.mark.parametrize("attention", ["sdpa", "eager"])
-@pytest.mark.parametrize("cache", ["static", "dynamic", "none"])
-@pytest.mark.parametrize("batch, queries", [(2, 1), (1, 6), (2, 48)])
-def test_plain(attention: str, cache: str, batch: int, queries: int) -> None:
+def in_pairs(caches: Sequence[str], others: Sequence[Any]) -> list[tuple[str, str, Any]]:
+    """Each cache with each other value, the attentions by turns: each two values meet once."""
+    return [
+        (("sdpa", "eager")[(i + j) % 2], cache, other)
+        for i, cache in enumerate(caches)
+        for j, other in enumerate(others)
+    ]
+
+
+@pytest.mark.parametrize(
+    "attention, cache, shape",
+    in_pairs(["static", "dynamic", "none"], [(2, 1), (1, 6), (2, 48)]),
+    ids=str,
+)
+def test_plain(attention: str, cache: str, shape: tuple[int, int]) -> None:
+    batch, queries = shape
     model = small_model(attention, num_hidden_layers=1, indexer_types=["full"])
     length, _keys = context(cache, queries)
     difference, recorder = compare(
@@ -85,9 +97,9 @@ def test_plain(attention: str, cache: str, batch: int, queries: int) -> None:
     assert difference <= TOLERANCE[attention]
 
 
-@pytest.mark.parametrize("attention", ["sdpa", "eager"])
-@pytest.mark.parametrize("cache", ["static", "dynamic", "none"])
-@pytest.mark.parametrize("pad", ["left", "right", "holes"])
+@pytest.mark.parametrize(
+    "attention, cache, pad", in_pairs(["static", "dynamic", "none"], ["left", "right", "holes"])
+)
 def test_padding(attention: str, cache: str, pad: str) -> None:
     model = small_model(attention)
     length, keys = context(cache, 6)
@@ -198,8 +210,17 @@ def bool_mask(form: str, batch: int, queries: int, keys: int) -> torch.Tensor:
     return mask.expand(batch, 1, queries, keys).contiguous()
 
 
-@pytest.mark.parametrize("form", ["causal", "window", "packed", "bidirectional", "random"])
-@pytest.mark.parametrize("as_dict", [False, True])
+@pytest.mark.parametrize(
+    "form, as_dict",
+    [
+        ("causal", False),
+        ("window", True),
+        ("packed", False),
+        ("bidirectional", True),
+        ("random", False),
+        ("random", True),
+    ],
+)
 def test_bool_mask_of_the_caller(form: str, as_dict: bool) -> None:
     model = small_model()
     mask = bool_mask(form, 2, 6, 96)

@@ -18,6 +18,8 @@ from glm_compile.fx_passes.moe_router import moe_router
 from tests.fx_passes.aten_graphs import LEVELS, Capture, Captured, count_ops, graph_text
 from tests.fx_passes.test_moe_experts import Model, in_dtype
 
+pytestmark = pytest.mark.newest_transformers
+
 BF16 = torch.bfloat16
 OP = "glm.moe_layer"
 PARTS = (

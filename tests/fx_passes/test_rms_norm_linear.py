@@ -20,6 +20,8 @@ from glm_compile.fx_passes.rms_norm_linear import RmsNormLinear
 from tests.fx_passes.aten_graphs import LEVELS, count_ops, graph_text
 from tests.fx_passes.tiny_indexer import trace
 
+pytestmark = pytest.mark.newest_transformers
+
 K, R, N = 16, 24, 12
 EPS = 1e-3
 BF16 = torch.bfloat16

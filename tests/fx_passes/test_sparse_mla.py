@@ -27,6 +27,8 @@ from tests.fx_passes.tiny_attention import (
     trace_attention,
 )
 
+pytestmark = pytest.mark.newest_transformers
+
 CACHES = ("static", "dynamic", "paged", "none")
 FP32, BF16 = torch.float32, torch.bfloat16
 

@@ -82,6 +82,7 @@ def test_other_caches_keep_their_own_store(kind):
             assert "None, None, True" not in line
 
 
+@pytest.mark.newest_transformers
 def test_hooks_on_what_makes_latents_are_declined_and_stay_right():
     """The norm's hook in a shared layer, the query's in a full one; the others are replaced."""
     model = small_model()
@@ -105,6 +106,7 @@ def test_hooks_on_what_makes_latents_are_declined_and_stay_right():
     assert text.count("glm.attention_prologue_paged") == 1 and "glm.latent_write" not in text
 
 
+@pytest.mark.newest_transformers
 def test_latents_that_a_hook_reads_are_stored_all_the_same():
     """What else reads the normed latents gets them; the op makes its own."""
     model, seen = small_model(), []

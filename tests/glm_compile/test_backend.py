@@ -108,6 +108,7 @@ def test_compiled_step_equals_the_eager_model(
             assert torch.equal(ours.cumulative_length, theirs.cumulative_length)
 
 
+@pytest.mark.newest_transformers
 def test_weights_are_laid_out_when_compiled():
     model = small_model()
     Step(model, "static", 6).run(compile_model(model))
@@ -126,6 +127,7 @@ def test_weights_are_laid_out_when_compiled():
     assert glm_compile.merge_weights(model).num_moved == 0
 
 
+@pytest.mark.newest_transformers
 def test_a_hooked_weight_is_left_alone_and_named():
     model = small_model()
     model.model.layers[2].self_attn.indexer.wk.register_forward_hook(doubles)
@@ -216,6 +218,7 @@ def test_dynamic_true_is_replaced_as_well():
     assert report_of_last_compilation().ok
 
 
+@pytest.mark.newest_transformers
 @pytest.mark.parametrize("names", [("indexer_topk", "bf16_linear"), ("mask",), ("sparse_mla",)])
 def test_a_disabled_pass_is_absent_and_not_expected(names):
     model = small_model(dtype=BF16)
@@ -228,6 +231,7 @@ def test_a_disabled_pass_is_absent_and_not_expected(names):
     assert "merge_linears" in report.matches
 
 
+@pytest.mark.newest_transformers
 def test_a_default_device_changes_nothing():
     """Dynamo then records operators as methods."""
     model = small_model(dtype=BF16)
@@ -242,6 +246,7 @@ def test_a_default_device_changes_nothing():
     assert report.ok and report.matches["rms_norm_linear"] == report.expected["rms_norm_linear"] > 3
 
 
+@pytest.mark.newest_transformers
 def test_everything_disabled_is_bitwise_the_eager_model():
     model = small_model()
     step = Step(model, "static", 6)
@@ -254,6 +259,7 @@ def break_indexer(model):
     model.model.layers[2].self_attn.indexer.k_norm.register_forward_hook(doubles)
 
 
+@pytest.mark.newest_transformers
 def test_strict_raises_with_the_report_and_changes_nothing():
     model = small_model()
     break_indexer(model)
@@ -269,6 +275,7 @@ def test_strict_raises_with_the_report_and_changes_nothing():
     assert [p.data_ptr() for p in model.parameters()] == pointers
 
 
+@pytest.mark.newest_transformers
 def test_not_strict_warns_once_and_computes_the_right_thing(caplog):
     model = small_model()
     break_indexer(model)
@@ -284,6 +291,7 @@ def test_not_strict_warns_once_and_computes_the_right_thing(caplog):
     assert report_of_last_compilation().matches["indexer_prologue"] == 1
 
 
+@pytest.mark.newest_transformers
 def test_the_compiled_callable_carries_its_report():
     model = small_model()
     kept = []
@@ -298,12 +306,14 @@ def test_the_compiled_callable_carries_its_report():
     assert kept[0].report is last_report()
 
 
+@pytest.mark.newest_transformers
 def test_gradients_are_refused():
     model = small_model().requires_grad_(True)
     with torch.enable_grad(), pytest.raises(ValueError, match="inference only"):
         compile_model(model)(tokens(1, 24), use_cache=False)
 
 
+@pytest.mark.newest_transformers
 def test_parameters_that_require_grad_are_fine_without_it():
     model = small_model().requires_grad_(True)
     step = Step(model, None, 6)
@@ -311,12 +321,14 @@ def test_parameters_that_require_grad_are_fine_without_it():
     assert all(p.requires_grad for p in model.parameters())
 
 
+@pytest.mark.newest_transformers
 def test_another_module_is_not_compiled_in_silence():
     module = torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.ReLU())
     with pytest.raises(MatchError, match="not one of glm_moe_dsa"):
         compile_model(module)(torch.randn(2, 4))
 
 
+@pytest.mark.newest_transformers
 def test_a_module_of_the_model_is_recognised_as_a_part(caplog):
     model = small_model()
     pipeline._WARNED.clear()
@@ -330,6 +342,7 @@ def graph_break(module, arguments):
     torch._dynamo.graph_break()
 
 
+@pytest.mark.newest_transformers
 def test_fragments_of_a_broken_graph_are_recognised(caplog):
     model = small_model()
     model.model.layers[0].register_forward_pre_hook(graph_break)
@@ -346,6 +359,7 @@ def test_fragments_of_a_broken_graph_are_recognised(caplog):
     assert sum(report.matches.get("indexer_topk", 0) for report in fragments) == 2
 
 
+@pytest.mark.newest_transformers
 def test_unknown_options_and_modes_are_errors():
     model = small_model()
     with pytest.raises(ValueError, match="did you mean 'strict'"):
@@ -355,6 +369,7 @@ def test_unknown_options_and_modes_are_errors():
         torch.compile(model, backend="glm", mode="reduce-overhead")(tokens(1, 24), use_cache=False)
 
 
+@pytest.mark.newest_transformers
 def test_the_fp8_tier_over_another_cache_is_an_error():
     model = small_model()
     step = Step(model, "static", 6)
@@ -362,6 +377,7 @@ def test_the_fp8_tier_over_another_cache_is_an_error():
         step.run(compile_model(model, indexer_dtype="fp8"))
 
 
+@pytest.mark.newest_transformers
 def test_without_a_compiler_the_default_runs_the_passes_only_and_says_so(monkeypatch, caplog):
     monkeypatch.setattr(inner, "why_no_inductor", lambda device: "no C++ compiler found")
     inner._warn_passes_only.cache_clear()
@@ -374,6 +390,7 @@ def test_without_a_compiler_the_default_runs_the_passes_only_and_says_so(monkeyp
     assert inner.choose_inner("eager", is_explicit=True, device_type="cpu") == "eager"
 
 
+@pytest.mark.newest_transformers
 def test_a_missing_compiler_is_noticed():
     from torch._inductor import config
 

@@ -12,6 +12,8 @@ from glm_compile.cli import main
 from tests.checkpoints import write_checkpoint
 from tests.tiny_models import tiny_config, tiny_model
 
+pytestmark = pytest.mark.newest_transformers
+
 
 @pytest.fixture(scope="module")
 def model():

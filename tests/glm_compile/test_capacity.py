@@ -65,6 +65,7 @@ class TestCompiledSteps:
         step(model, 20, cache)
         assert step(compiled, 2, cache).isfinite().all()
 
+    @pytest.mark.newest_transformers
     def test_a_first_step_that_does_not_fit_is_refused_too(self):
         model = short_model()
         for kind in ("paged", "static"):
@@ -89,6 +90,7 @@ class TestCompiledSteps:
         prompt(21, cache)
         assert_refused(cache, 64, 2, lambda: prompt(2, cache))
 
+    @pytest.mark.newest_transformers
     def test_the_longest_sequence_counts(self):
         model = short_model()
         compiled = compile_model(model)
@@ -109,6 +111,7 @@ class TestCompiledSteps:
         assert_refused(cache, 61, 4, lambda: verify(tokens(2, 4), torch.tensor([4, 1])))
         assert cache.lengths.tolist() == [18, 61]
 
+    @pytest.mark.newest_transformers
     def test_several_steps_in_one_graph(self):
         model = short_model()
         cache = make_cache(model, "paged", 1)
@@ -125,6 +128,7 @@ class TestCompiledSteps:
         cache.set_lengths(61)
         assert_refused(cache, 63, 2, lambda: compiled(tokens(1, 2)))
 
+    @pytest.mark.newest_transformers
     def test_graph_breaks_leave_it_in_force(self):
         model = short_model()
 
@@ -139,6 +143,7 @@ class TestCompiledSteps:
         assert cache.lengths.tolist() == [64]
         assert_refused(cache, 64, 4, lambda: step(compiled, 4, cache))
 
+    @pytest.mark.newest_transformers
     def test_fp8_keys(self):
         model = short_model(dtype=torch.bfloat16)
         compiled = compile_model(model, indexer_dtype="fp8")
@@ -147,6 +152,7 @@ class TestCompiledSteps:
         step(compiled, 4, cache)
         assert_refused(cache, 64, 4, lambda: step(compiled, 4, cache))
 
+    @pytest.mark.newest_transformers
     def test_the_host_counts_without_reading_and_without_recompiling(self, monkeypatch):
         model = short_model()
         compiled = compile_model(model)
@@ -187,6 +193,7 @@ class TestCompiledSteps:
         assert cache.lengths.tolist() == [64]
 
 
+@pytest.mark.newest_transformers
 class TestUnseenOverrun:
     """Lengths that only the device knows, as where another backend compiled the step."""
 
@@ -209,6 +216,7 @@ class TestUnseenOverrun:
         cache.check_capacity()
 
 
+@pytest.mark.newest_transformers
 class TestHeldTokens:
     def test_a_write_from_elsewhere_makes_it_void(self):
         lengths = torch.tensor([3, 5])
@@ -248,6 +256,7 @@ class TestHeldTokens:
             assert_refused(static, 62, 4, lambda: step(compile_model(model), 4, static))
 
 
+@pytest.mark.newest_transformers
 class TestCounts:
     @pytest.mark.parametrize("counts", [[45, 1], [0, -21], [2**40, 0], [-(2**33), 0]])
     def test_counts_for_each_sequence_stay_within_the_cache(self, counts):
@@ -269,6 +278,7 @@ class TestCounts:
         assert cache.lengths.tolist() == [47, 64]
 
 
+@pytest.mark.newest_transformers
 class TestGenerate:
     @pytest.mark.parametrize("compiled", [False, True])
     def test_its_cache_holds_all_that_it_will_write(self, compiled):

@@ -15,6 +15,8 @@ from glm_compile.cli import main
 from tests.checkpoints import random_mtp, write_checkpoint
 from tests.tiny_models import tiny_model
 
+pytestmark = pytest.mark.newest_transformers
+
 
 @pytest.fixture(scope="module")
 def checkpoint(tmp_path_factory):

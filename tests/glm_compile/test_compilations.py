@@ -72,6 +72,7 @@ def test_prompts_and_steps(kind, prompts):
                 assert len(reports) == num_expected
 
 
+@pytest.mark.newest_transformers
 def test_prompts_without_a_cache():
     model = short_model()
     compiled = compile_model(model)
@@ -93,6 +94,7 @@ def generate(model, num_tokens=NUM_STEPS + 1, **kwargs):
     )
 
 
+@pytest.mark.newest_transformers
 def test_generate_without_drafts():
     """The prompt's graph and the step's; both again for a cache of twice the capacity."""
     compiled = compile_model(short_model())

@@ -53,6 +53,7 @@ def test_mtp_layer_has_a_report_of_its_own(tmp_path):
     assert alone.matches == report.mtp.matches
 
 
+@pytest.mark.newest_transformers
 def test_model_grad_state_and_compiled_graphs_stay_as_they_were():
     model = small_model().requires_grad_(True)
     step = Step(model, "static", 6)
@@ -73,12 +74,14 @@ def test_model_grad_state_and_compiled_graphs_stay_as_they_were():
     assert not counters["stats"]["unique_graphs"]
 
 
+@pytest.mark.newest_transformers
 def test_explain_is_no_compilation_of_the_backend():
     before = reports()
     assert glm_compile.explain(small_model(), cache_len=100).ok
     assert reports() == before
 
 
+@pytest.mark.newest_transformers
 def test_explain_does_not_make_later_sizes_dynamic():
     model = small_model()
     glm_compile.explain(model, query_len=6, cache=None)
@@ -97,12 +100,14 @@ def record_shapes(graph_module, example_inputs):
     return graph_module.forward
 
 
+@pytest.mark.newest_transformers
 def test_a_model_without_weights_is_explained():
     with torch.device("meta"):
         model = type(small_model())(small_config()).eval()
     assert glm_compile.explain(model, cache_len=100).ok
 
 
+@pytest.mark.newest_transformers
 def test_a_mismatch_is_reported_and_not_raised():
     model = small_model()
     model.model.layers[2].self_attn.indexer.k_norm.register_forward_hook(doubles)
@@ -116,6 +121,7 @@ def doubles(module, arguments, output):
     return 2 * output
 
 
+@pytest.mark.newest_transformers
 def test_a_hooked_weight_is_named():
     model = small_model()
     model.model.layers[0].self_attn.q_b_proj.register_forward_hook(doubles)
@@ -125,6 +131,7 @@ def test_a_hooked_weight_is_named():
     assert "model.layers.0.self_attn.q_b_proj: its module has a forward hook" in left_alone.reason
 
 
+@pytest.mark.newest_transformers
 def test_options_are_those_of_the_backend():
     model = small_model(dtype=BF16)
     report = glm_compile.explain(model, cache_len=100, options={"disable": ("bf16_linear",)})
@@ -138,6 +145,7 @@ def test_options_are_those_of_the_backend():
         glm_compile.explain(model, options={"disabled": ()})
 
 
+@pytest.mark.newest_transformers
 @pytest.mark.parametrize(
     ("kwargs", "message"),
     [
@@ -156,6 +164,7 @@ def test_wrong_arguments_say_what_was_expected(kwargs, message):
         glm_compile.explain(small_model(), **kwargs)
 
 
+@pytest.mark.newest_transformers
 def test_another_family_is_refused():
     with pytest.raises(ValueError, match=r"expected a GlmMoeDsaForCausalLM.*got Linear"):
         glm_compile.explain(torch.nn.Linear(2, 2))
@@ -183,6 +192,7 @@ def test_every_indexer_of_a_deep_model_is_counted():
     assert report.expected["mask"] == len(types) + 6
 
 
+@pytest.mark.newest_transformers
 def test_the_inner_compiler_is_the_one_that_would_run(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(inner, "why_no_inductor", lambda device_type: "no C++ compiler found")
     report = glm_compile.explain(small_model(), cache_len=24, query_len=2)

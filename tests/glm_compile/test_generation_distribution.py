@@ -25,6 +25,8 @@ from glm_compile.ops.rejection_sampling.random_numbers import Purpose
 from tests.glm_compile.generation.drafts import random_mtp
 from tests.tiny_models import tiny_config, tiny_model
 
+pytestmark = pytest.mark.newest_transformers
+
 VOCAB = 5
 DEPTH = 4
 SAMPLES = 2048

@@ -30,6 +30,8 @@ from tests.glm_compile.generation.drafts import (
 )
 from tests.tiny_models import tiny_config, tiny_model
 
+pytestmark = pytest.mark.newest_transformers
+
 VOCAB = 10
 NEW = 8
 

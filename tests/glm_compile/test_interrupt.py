@@ -18,6 +18,8 @@ from glm_compile.inner import why_no_inductor
 from tests.checkpoints import random_mtp, write_checkpoint
 from tests.tiny_models import tiny_model
 
+pytestmark = pytest.mark.newest_transformers
+
 TINY = Path(__file__).parents[2] / "examples" / "tiny_glm52"
 PROMPT = ("--prompt", "import os\n", "--device", "cpu")
 

@@ -8,6 +8,8 @@ import pytest
 
 import glm_compile
 
+pytestmark = pytest.mark.newest_transformers
+
 
 @pytest.mark.parametrize("name", sorted(glm_compile._PUBLIC))
 def test_a_public_name_is_what_its_module_defines(name):

@@ -10,6 +10,8 @@ from glm_compile import report as report_module
 from glm_compile.fx_passes.base import Declined
 from glm_compile.report import CompileReport, GraphDump
 
+pytestmark = pytest.mark.newest_transformers
+
 
 def make_report() -> CompileReport:
     report = CompileReport(

@@ -63,6 +63,7 @@ def test_no_tensor_of_cached_tokens_times_heads_is_left(kind):
     assert 2 * config.num_attention_heads * (config.qk_nope_head_dim + 96) not in held
 
 
+@pytest.mark.newest_transformers
 @pytest.mark.parametrize("kind", ["static", "paged"])
 def test_attention_costs_the_same_whatever_the_cache_has_room_for(kind):
     """Counted for a layer without an indexer, which scores all that there is room for."""
@@ -111,6 +112,7 @@ class Extended(torch.nn.Module):
         return self.linear(x) + self.up(self.down(x))
 
 
+@pytest.mark.newest_transformers
 def test_expansions_that_are_changed_are_declined_and_stay_right():
     model = small_model()
     layers = [layer.self_attn for layer in model.model.layers]

@@ -83,6 +83,7 @@ def cast_norm_output(module, arguments, output):
     return output * torch.ones((), dtype=output.dtype)
 
 
+@pytest.mark.newest_transformers
 def test_comp_2_an_extra_cast_is_matched_or_named_and_never_changes_numbers():
     model = small_model()
     for layer in model.model.layers:
@@ -95,6 +96,7 @@ def test_comp_2_an_extra_cast_is_matched_or_named_and_never_changes_numbers():
     assert report.ok or report.declined["indexer_prologue"]
 
 
+@pytest.mark.newest_transformers
 def test_comp_2_zero_matches_are_an_error_and_leave_the_model_alone():
     model = small_model()
     for layer in model.model.layers:
@@ -224,6 +226,7 @@ def test_comp_8_no_step_of_the_model_copies_a_cache(cache, monkeypatch):
     assert not any("auto_functionalized" in str(node.target) for g in graphs for node in g.nodes)
 
 
+@pytest.mark.newest_transformers
 def test_comp_9_no_weight_is_rearranged_in_a_step(monkeypatch):
     graphs = final_graphs(monkeypatch)
     model = small_model(dtype=torch.bfloat16)
@@ -276,6 +279,7 @@ def test_comp_13_many_layers_are_one_graph_of_few_kinds():
     assert len(kinds) <= 6
 
 
+@pytest.mark.newest_transformers
 def test_comp_14_values_that_escape_a_step_survive_the_next():
     model = small_model()
     compiled = compile_model(model)
@@ -286,6 +290,7 @@ def test_comp_14_values_that_escape_a_step_survive_the_next():
     assert torch.equal(first, kept)
 
 
+@pytest.mark.newest_transformers
 def test_comp_19_passes_run_at_every_compilation():
     model = small_model()
     step = Step(model, "static", 6)

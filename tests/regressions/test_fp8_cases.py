@@ -11,6 +11,8 @@ import torch
 from glm_compile.ops.fp8_quant import fp8_quant
 from glm_compile.ops.indexer_scores import indexer_scores_paged
 
+pytestmark = pytest.mark.newest_transformers
+
 DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
 on_each_device = pytest.mark.parametrize("device", DEVICES)
 each_scale = pytest.mark.parametrize("power_of_two_scale", [False, True])

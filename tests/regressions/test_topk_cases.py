@@ -16,6 +16,8 @@ import torch
 from glm_compile.ops.topk import masked_topk, topk_select
 from tests.ops import topk_oracle
 
+pytestmark = pytest.mark.newest_transformers
+
 DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
 on_each_device = pytest.mark.parametrize("device", DEVICES)
 

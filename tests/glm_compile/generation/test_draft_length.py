@@ -23,6 +23,8 @@ from tests.glm_compile.generation.drafts import (
 )
 from tests.tiny_models import tiny_config, tiny_model
 
+pytestmark = pytest.mark.newest_transformers
+
 NUM_DRAFTS = 5
 NEW = 46
 

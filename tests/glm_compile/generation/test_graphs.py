@@ -34,6 +34,8 @@ from tests.glm_compile.generation.drafts import (
 )
 from tests.tiny_models import tiny_config, tiny_model
 
+pytestmark = pytest.mark.newest_transformers
+
 
 class FakeGraph:
     """Keeps the iterations that were run while it captured, and runs them in a replay."""

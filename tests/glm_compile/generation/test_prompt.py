@@ -7,6 +7,8 @@ import torch
 
 from glm_compile.generation.prompt import compact_prompt
 
+pytestmark = pytest.mark.newest_transformers
+
 
 def test_padding_anywhere_is_removed_and_order_is_kept() -> None:
     ids = torch.tensor([[9, 9, 1, 2], [1, 2, 3, 9], [1, 9, 2, 9], [1, 2, 3, 4]])

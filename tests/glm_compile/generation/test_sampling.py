@@ -9,6 +9,8 @@ from glm_compile.generation.sampling import draw, has_weight, probabilities
 from glm_compile.ops.rejection_sampling import reference
 from tests.chi_square import chi_square_p
 
+pytestmark = pytest.mark.newest_transformers
+
 
 def test_draw_equals_multinomial() -> None:
     weights = torch.rand(64, 11)

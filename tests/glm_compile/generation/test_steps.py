@@ -28,6 +28,8 @@ from tests.glm_compile.generation.drafts import (
 )
 from tests.tiny_models import tiny_config, tiny_model
 
+pytestmark = pytest.mark.newest_transformers
+
 OPTIONS = {"inner": "eager"}
 
 
