@@ -62,6 +62,11 @@ def describe(value: Any) -> str:
     return f"{kind} {value!r}" if isinstance(value, str) and len(value) < 60 else kind
 
 
+def name_of(value: Any) -> str:
+    """A function's or class's own name, else that of the object's class."""
+    return getattr(value, "__name__", type(value).__name__)
+
+
 def closest(name: Any, known: Iterable[str]) -> str:
     """A question after the nearest of the known names, to follow a wrong one; or nothing."""
     close = difflib.get_close_matches(str(name), list(known), n=1)

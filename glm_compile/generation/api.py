@@ -41,6 +41,7 @@ from glm_compile.generation.request import (
     CAPTURES_BY_DEFAULT,
     build_request,
     check_model_kwargs,
+    check_refused,
     no_cache_error,
     wants_cuda_graph,
 )
@@ -212,6 +213,7 @@ def generate(
         plain_model, generation_config, stopping_criteria, generate_kwargs
     )
     check_fields(plain_model, generation_config, generate_kwargs)
+    check_refused(generate_kwargs)
 
     def decode(
         prepared_model: Any,

@@ -15,7 +15,14 @@ from typing import Any
 import torch
 from transformers import GenerationConfig
 
-from glm_compile.arguments import check_flag, check_integer, closest, describe, is_integer
+from glm_compile.arguments import (
+    check_flag,
+    check_integer,
+    closest,
+    describe,
+    is_integer,
+    name_of,
+)
 from glm_compile.model_facts import MODEL_TYPE
 
 DEFAULT_NUM_DRAFT_TOKENS = 5
@@ -118,7 +125,7 @@ def check_callbacks(streamer: Any, **lists: Any) -> None:
             )
     for name, value in lists.items():
         if value is not None and (isinstance(value, str) or not isinstance(value, Sequence)):
-            hint = f"; pass [{_name(value)}]" if callable(value) else ""
+            hint = f"; pass [{name_of(value)}]" if callable(value) else ""
             raise ValueError(
                 f"generate: {name} must be a list of callables, got {describe(value)}{hint}"
             )
@@ -274,7 +281,3 @@ def _is_list_of(is_kind: Callable[[Any], bool], value: Any) -> bool:
 
 def _is_watermark(value: Any) -> bool:
     return isinstance(value, dict) or hasattr(value, "construct_processor")
-
-
-def _name(value: Any) -> str:
-    return getattr(value, "__name__", type(value).__name__)

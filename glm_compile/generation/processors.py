@@ -22,6 +22,7 @@ from typing import Any
 import torch
 from transformers.generation import logits_process
 
+from glm_compile.arguments import name_of
 from glm_compile.generation.device_processors import DeviceProcessors, runs_on_device
 
 # Processors that remember what they were called with, or run the model: a rejected draft would stay
@@ -97,7 +98,7 @@ class HostProcessors:
     ) -> None:
         flat = list(processors)
         waiting = [p for p in flat if not runs_on_device(p)]
-        self.why_host: str | None = ", ".join(dict.fromkeys(_name(p) for p in waiting))
+        self.why_host: str | None = ", ".join(dict.fromkeys(name_of(p) for p in waiting))
         self._has_callbacks = any(_calls_the_caller(p) for p in flat)
         self._processors = [self._guard_callback(p) for p in flat]
         self._eos_ids = frozenset(eos_ids)
@@ -194,7 +195,7 @@ class HostProcessors:
             found = getattr(processed, "shape", None)
             if found != scores.shape:
                 raise ValueError(
-                    f"generate: logits processor {_name(processor)} must return scores of shape "
+                    f"generate: logits processor {name_of(processor)} must return scores of shape "
                     f"{tuple(scores.shape)}, got {processed if found is None else tuple(found)}"
                 )
             scores = processed
@@ -220,6 +221,10 @@ class _GuardedPrefixConstraint:
             if not self._owner.is_valid(row):
                 continue
             allowed = self._allowed_tokens(row // self._rows_per_prompt, prefix)
+            if not hasattr(allowed, "__len__"):
+                raise ValueError(
+                    f"generate: prefix_allowed_tokens_fn must return a list of ids, got {allowed!r}"
+                )
             mask[row] = -torch.inf
             if len(allowed) == 0:
                 # A drafted prefix may lie behind the caller's own end of the sequence; whether this
@@ -290,10 +295,6 @@ def _calls_the_caller(processor: Any) -> bool:
     return is_constraint or not _is_from_transformers(processor)
 
 
-def _name(processor: Any) -> str:
-    return getattr(processor, "__name__", type(processor).__name__)
-
-
 def _check(processor: Any) -> None:
     """Raise ValueError for a processor that cannot work on drafted tokens."""
     kind = type(processor)
@@ -313,6 +314,6 @@ def _check(processor: Any) -> None:
         signature.bind(None, None)
     except TypeError as error:
         raise ValueError(
-            f"generate: logits processor {_name(processor)}{signature} must take "
+            f"generate: logits processor {name_of(processor)}{signature} must take "
             f"(input_ids, scores): {error}"
         ) from None

@@ -192,13 +192,18 @@ _REFUSED: dict[str, tuple[tuple[Any, ...], str]] = {
 }
 
 
-def check_generation_config(config: Any) -> None:
-    """Raise ValueError for a field that cannot be honoured, naming it."""
+def check_refused(fields: Mapping[str, Any]) -> None:
+    """Raise ValueError for a field that is refused, naming it."""
     for name, (unset, advice) in _REFUSED.items():
-        value = getattr(config, name, None)
+        value = fields.get(name)
         # `True == 1` would let output_attentions=1 or num_beams=True through unseen.
         if not any(value is u or (value == u and type(value) is type(u)) for u in unset):
             raise ValueError(f"generate: {name}={value!r} is not supported; {advice}")
+
+
+def check_generation_config(config: Any) -> None:
+    """Raise ValueError for a field that cannot be honoured, naming it."""
+    check_refused({name: getattr(config, name, None) for name in _REFUSED})
     known = _TAKEN | _MEANINGLESS | _REFUSED.keys()
     for name in vars(GenerationConfig()):
         if (

@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from transformers.generation.stopping_criteria import EosTokenCriteria, MaxLengthCriteria
 
+from glm_compile.arguments import name_of
 from glm_compile.generation.processors import prefix_groups, visible_prefixes
 
 # Scores of each generated position so far, one [B, V] each, up to a number of positions.
@@ -83,15 +84,26 @@ def cut_by_criteria(
         scores = history(length - prompt_width)
         shown = visible_prefixes(text_BW, length, ends, fill_id)
         for criterion in criteria:
-            ended = torch.as_tensor(criterion(shown, scores)).flatten().tolist()
-            if len(ended) not in (1, len(kept)):
-                raise ValueError(
-                    f"generate: stopping criterion {type(criterion).__name__} must return one bool "
-                    f"for each of {len(kept)} sequences, got {len(ended)}"
-                )
-            ended = ended * len(kept) if len(ended) == 1 else ended
+            ended = _answers(criterion, criterion(shown, scores), len(kept))
             for b, row in enumerate(rows):
                 if waiting[b] and ended[b]:
                     assert row is not None
                     kept[b], stopped[b], ends[b] = row + 1, True, length
     return kept, stopped
+
+
+def _answers(criterion: Any, answer: Any, num_sequences: int) -> list[bool]:
+    """What a criterion says of each sequence; one answer is one for all of them."""
+    found = repr(answer)
+    try:
+        ended = torch.as_tensor(answer).flatten().tolist()
+    except (TypeError, ValueError, RuntimeError):
+        ended = []
+    else:
+        found = str(len(ended))
+    if len(ended) not in (1, num_sequences):
+        raise ValueError(
+            f"generate: stopping criterion {name_of(criterion)} must return one bool for each of "
+            f"{num_sequences} sequences, got {found}"
+        )
+    return ended * num_sequences if len(ended) == 1 else ended

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import LogitsProcessorList, StaticCache, TextStreamer
+from transformers import StaticCache, TextStreamer
 
 import glm_compile
 from glm_compile import PagedCache
@@ -130,19 +130,23 @@ def test_of_generate(model: Any, monkeypatch: pytest.MonkeyPatch) -> None:
         case("tokenizer must be the model's", stop_strings="a", tokenizer="x"),
         case("position_ids is not supported, got str", position_ids="x"),
         case("'num_draft_token' .did you mean 'num_draft_tokens'", num_draft_token=3),
+        case("cache_implementation='paged' is not supp", cache_implementation="paged"),
         case("'overlapp' .did you mean 'overlap'", overlapp=True),
     ]
     assert_all_named(cases)
 
 
-def test_of_a_processor_that_returns_nothing(model: Any) -> None:
-    def forgets(input_ids: torch.Tensor, scores: torch.Tensor) -> None:
+def test_of_callbacks_that_return_nothing(model: Any) -> None:
+    def forgets(*args: Any) -> None:
         pass
 
-    with pytest.raises(ValueError, match=r"processor forgets must return scores of shape .*None"):
-        glm_compile.generate(
-            model, IDS, logits_processor=LogitsProcessorList([forgets]), max_new_tokens=2
-        )
+    for fields, message in (
+        ({"logits_processor": [forgets]}, "processor forgets must return scores of shape .*None"),
+        ({"stopping_criteria": [forgets]}, "criterion forgets must return one bool .* got None"),
+        ({"prefix_allowed_tokens_fn": forgets}, "fn must return a list of ids, got None"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            glm_compile.generate(model, IDS, max_new_tokens=2, **fields)
 
 
 def test_of_the_other_functions(model: Any) -> None:
