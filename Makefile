@@ -4,7 +4,7 @@
 # make plot-slice: measure a decode step of six layers on this machine's GPU and plot it.
 # make plot-linears: measure the bf16 linears on this machine's GPU and plot them.
 .DEFAULT_GOAL := help
-.PHONY: help demo test plot-indexer plot-slice plot-linears venv-demo venv-test lint types test-cpu test-interpreter test-oldest test-wheel clean
+.PHONY: help demo test plot-indexer plot-slice plot-linears venv-demo venv-test lint types test-cpu test-interpreter test-oldest test-wheel test-others clean
 
 PY := .venv/bin/python
 WORKERS ?= 2
@@ -25,7 +25,12 @@ venv-test:
 demo: venv-demo
 	$(PY) examples/demo.py
 
-test: venv-test lint types test-cpu test-interpreter test-oldest test-wheel
+test: venv-test lint
+	@$(MAKE) --no-print-directory -j2 types test-others
+	@$(MAKE) --no-print-directory test-cpu test-interpreter test-oldest
+
+# What runs on one core: beside the types.
+test-others: test-wheel
 	$(PY) examples/demo.py
 
 lint: venv-test

@@ -20,6 +20,7 @@ from tests.compiling import (
     compile_model,
     final_text,
     report_of_last_compilation,
+    short_model,
     small_model,
     tokens,
 )
@@ -80,6 +81,8 @@ def test_compiled_step_equals_the_eager_model(
     actual, actual_cache = step.run(compile_model(model))
     assert_logits_close(actual, expected, step.exact(model))
 
+    assert laid_out(model.model.layers[0].self_attn)
+    assert glm_compile.merge_weights(model).num_moved == 0
     report = report_of_last_compilation()
     assert report.ok, report.table()
     assert report.expected == expected_of(model) == report.matches
@@ -108,23 +111,15 @@ def test_compiled_step_equals_the_eager_model(
             assert torch.equal(ours.cumulative_length, theirs.cumulative_length)
 
 
-@pytest.mark.newest_transformers
-def test_weights_are_laid_out_when_compiled():
-    model = small_model()
-    Step(model, "static", 6).run(compile_model(model))
-    attention = model.model.layers[0].self_attn
-    assert (
-        adjacent_block(
-            [
-                attention.q_a_proj.weight,
-                attention.kv_a_proj_with_mqa.weight,
-                attention.indexer.wk.weight,
-                attention.indexer.weights_proj.weight,
-            ]
-        )
-        is not None
-    )
-    assert glm_compile.merge_weights(model).num_moved == 0
+def laid_out(attention) -> bool:
+    """Whether the weights that read the layer's input lie behind each other."""
+    weights = [
+        attention.q_a_proj.weight,
+        attention.kv_a_proj_with_mqa.weight,
+        attention.indexer.wk.weight,
+        attention.indexer.weights_proj.weight,
+    ]
+    return adjacent_block(weights) is not None
 
 
 @pytest.mark.newest_transformers
@@ -193,7 +188,7 @@ def test_merges_are_expected_where_linears_read_one_input(config, change):
 
 
 def test_a_growing_dynamic_cache_compiles_a_few_times():
-    model = small_model()
+    model = short_model()
     compiled = compile_model(model)
     ids = tokens(1, 32)
     caches = [Step(model, "dynamic", 6).cache for _ in range(2)]
@@ -211,7 +206,7 @@ def test_a_growing_dynamic_cache_compiles_a_few_times():
 
 @pytest.mark.slow
 def test_dynamic_true_is_replaced_as_well():
-    model = small_model()
+    model = short_model()
     step = Step(model, "static", 6)
     actual, _ = step.run(compile_model(model, dynamic=True))
     assert_logits_close(actual, step.run(model)[0], step.exact(model))
@@ -234,7 +229,7 @@ def test_a_disabled_pass_is_absent_and_not_expected(names):
 @pytest.mark.newest_transformers
 def test_a_default_device_changes_nothing():
     """Dynamo then records operators as methods."""
-    model = small_model(dtype=BF16)
+    model = short_model(dtype=BF16)
     step = Step(model, "static", 6)
     torch.set_default_device("cpu")
     try:
@@ -248,7 +243,7 @@ def test_a_default_device_changes_nothing():
 
 @pytest.mark.newest_transformers
 def test_everything_disabled_is_bitwise_the_eager_model():
-    model = small_model()
+    model = short_model()
     step = Step(model, "static", 6)
     actual, _ = step.run(compile_model(model, disable=tuple(pipeline.PASS_NAMES)))
     assert torch.equal(actual, step.run(model)[0])
@@ -292,8 +287,16 @@ def test_not_strict_warns_once_and_computes_the_right_thing(caplog):
 
 
 @pytest.mark.newest_transformers
-def test_the_compiled_callable_carries_its_report():
-    model = small_model()
+def test_gradients_are_refused():
+    model = short_model().requires_grad_(True)
+    with torch.enable_grad(), pytest.raises(ValueError, match="inference only"):
+        compile_model(model)(tokens(1, 24), use_cache=False)
+
+
+@pytest.mark.newest_transformers
+def test_parameters_that_require_grad_are_fine_without_it():
+    """They are laid out as well; the compiled callable carries its report."""
+    model = short_model().requires_grad_(True)
     kept = []
 
     def keep(graph_module, example_inputs):
@@ -302,23 +305,13 @@ def test_the_compiled_callable_carries_its_report():
         )
         return kept[-1]
 
-    Step(model, None, 6).run(torch.compile(model, backend=keep, fullgraph=True))
-    assert kept[0].report is last_report()
-
-
-@pytest.mark.newest_transformers
-def test_gradients_are_refused():
-    model = small_model().requires_grad_(True)
-    with torch.enable_grad(), pytest.raises(ValueError, match="inference only"):
-        compile_model(model)(tokens(1, 24), use_cache=False)
-
-
-@pytest.mark.newest_transformers
-def test_parameters_that_require_grad_are_fine_without_it():
-    model = small_model().requires_grad_(True)
     step = Step(model, None, 6)
-    assert_logits_close(step.run(compile_model(model))[0], step.run(model)[0], None)
+    actual, _ = step.run(torch.compile(model, backend=keep, fullgraph=True))
+    assert_logits_close(actual, step.run(model)[0], None)
     assert all(p.requires_grad for p in model.parameters())
+    assert laid_out(model.model.layers[0].self_attn)
+    assert glm_compile.merge_weights(model).num_moved == 0
+    assert kept[0].report is last_report()
 
 
 @pytest.mark.newest_transformers
@@ -361,7 +354,7 @@ def test_fragments_of_a_broken_graph_are_recognised(caplog):
 
 @pytest.mark.newest_transformers
 def test_unknown_options_and_modes_are_errors():
-    model = small_model()
+    model = short_model()
     with pytest.raises(ValueError, match="did you mean 'strict'"):
         compile_model(model, strickt=True)(tokens(1, 24), use_cache=False)
     torch._dynamo.reset()
@@ -371,7 +364,7 @@ def test_unknown_options_and_modes_are_errors():
 
 @pytest.mark.newest_transformers
 def test_the_fp8_tier_over_another_cache_is_an_error():
-    model = small_model()
+    model = short_model()
     step = Step(model, "static", 6)
     with pytest.raises(UnsupportedError, match="needs a PagedCache"):
         step.run(compile_model(model, indexer_dtype="fp8"))
@@ -406,7 +399,8 @@ def test_a_missing_compiler_is_noticed():
 @pytest.mark.slow
 @pytest.mark.parametrize("dtype", [FP32, BF16])
 def test_inductor_equals_the_eager_model(dtype):
-    model = small_model(dtype=dtype)
+    make = small_model if dtype == BF16 else short_model
+    model = make(dtype=dtype)
     step = Step(model, "static", 6)
     actual, _ = step.run(compile_model(model, inner="inductor"))
     expected, _ = step.run(model)

@@ -11,7 +11,7 @@ from glm_compile import inner
 from glm_compile.errors import UnsupportedError
 from glm_compile.mtp import GlmMoeDsaMtp
 from glm_compile.report import reports
-from tests.compiling import Step, compile_model, small_config, small_model, tokens
+from tests.compiling import Step, compile_model, short_model, small_config, small_model, tokens
 from tests.tiny_models import tiny_model
 
 BF16 = torch.bfloat16
@@ -55,7 +55,7 @@ def test_mtp_layer_has_a_report_of_its_own(tmp_path):
 
 @pytest.mark.newest_transformers
 def test_model_grad_state_and_compiled_graphs_stay_as_they_were():
-    model = small_model().requires_grad_(True)
+    model = short_model().requires_grad_(True)
     step = Step(model, "static", 6)
     compiled = compile_model(model)
     expected, _ = step.run(compiled)
@@ -77,13 +77,13 @@ def test_model_grad_state_and_compiled_graphs_stay_as_they_were():
 @pytest.mark.newest_transformers
 def test_explain_is_no_compilation_of_the_backend():
     before = reports()
-    assert glm_compile.explain(small_model(), cache_len=100).ok
+    assert glm_compile.explain(short_model(), cache_len=100).ok
     assert reports() == before
 
 
 @pytest.mark.newest_transformers
 def test_explain_does_not_make_later_sizes_dynamic():
-    model = small_model()
+    model = short_model()
     glm_compile.explain(model, query_len=6, cache=None)
     glm_compile.explain(model, query_len=12, cache=None)
     torch.compile(model, backend=record_shapes, fullgraph=True)(tokens(1, 24), use_cache=False)
@@ -123,7 +123,7 @@ def doubles(module, arguments, output):
 
 @pytest.mark.newest_transformers
 def test_a_hooked_weight_is_named():
-    model = small_model()
+    model = short_model()
     model.model.layers[0].self_attn.q_b_proj.register_forward_hook(doubles)
     report = glm_compile.explain(model, cache_len=100)
     assert report.ok
@@ -133,7 +133,7 @@ def test_a_hooked_weight_is_named():
 
 @pytest.mark.newest_transformers
 def test_options_are_those_of_the_backend():
-    model = small_model(dtype=BF16)
+    model = short_model(dtype=BF16)
     report = glm_compile.explain(model, cache_len=100, options={"disable": ("bf16_linear",)})
     assert "bf16_linear" not in report.expected
     report = glm_compile.explain(
@@ -161,7 +161,7 @@ def test_options_are_those_of_the_backend():
 )
 def test_wrong_arguments_say_what_was_expected(kwargs, message):
     with pytest.raises(ValueError, match=message):
-        glm_compile.explain(small_model(), **kwargs)
+        glm_compile.explain(short_model(), **kwargs)
 
 
 @pytest.mark.newest_transformers
@@ -195,6 +195,6 @@ def test_every_indexer_of_a_deep_model_is_counted():
 @pytest.mark.newest_transformers
 def test_the_inner_compiler_is_the_one_that_would_run(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(inner, "why_no_inductor", lambda device_type: "no C++ compiler found")
-    report = glm_compile.explain(small_model(), cache_len=24, query_len=2)
+    report = glm_compile.explain(short_model(), cache_len=24, query_len=2)
     assert report.inner == "eager"
     assert "inner compiler: eager" in report.table()
