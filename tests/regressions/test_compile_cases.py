@@ -322,12 +322,12 @@ def test_comp_19_the_cache_key_holds_the_sources(monkeypatch):
 COMPILES_IN_TURN = """
 import sys, torch
 from torch._dynamo.utils import counters
-from tests.compiling import Step, compile_model, final_text, report_of_last_compilation, short_model
+from tests.compiling import Step, compile_model, final_text, report_of_last_compilation, small_model
 with torch.no_grad():
     for disable in sys.argv[1:]:
         torch._dynamo.reset()
         counters.clear()
-        model = short_model()
+        model = small_model(config={"num_hidden_layers": 1, "indexer_types": ["full"]})
         step = Step(model, "static", 6)
         names = tuple(filter(None, [disable]))
         actual, _ = step.run(compile_model(model, inner="inductor", disable=names))
