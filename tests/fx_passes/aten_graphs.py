@@ -13,6 +13,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+import pytest
 import torch
 from torch import fx
 from torch._dynamo.backends.common import aot_autograd
@@ -20,7 +21,8 @@ from torch._inductor.decomposition import select_decomp_table
 
 from glm_compile.fx_passes.base import GraphPass, PassResult
 
-LEVELS = ("plain", "inductor")
+# Inductor's table is torch's: one version of transformers is enough for it.
+LEVELS = ("plain", pytest.param("inductor", marks=pytest.mark.newest_transformers))
 
 
 def decompositions(level: str) -> dict[Any, Callable]:

@@ -348,7 +348,8 @@ def run_model(
 
 
 @pytest.mark.parametrize(
-    ("kind", "level"), [*itertools.product(["static", "paged"], LEVELS), ("dynamic", "plain")]
+    ("kind", "level"),
+    [*itertools.product(["static", "paged"], ["plain", "inductor"]), ("dynamic", "plain")],
 )
 def test_unmodified_model_matches_once_a_full_layer(kind: str, level: str) -> None:
     captured, _, difference = run_model(kind, PassOptions(), level)
