@@ -18,6 +18,8 @@ from glm_compile.ops.paged_cache import (
 )
 from tests.ops.test_indexer_prologue import make_inputs
 
+pytestmark = pytest.mark.newest_transformers
+
 
 def test_cache_1_token_t_is_in_page_t_div_64_row_t_mod_64():
     """A sequence that begins at page 3 writes nothing elsewhere, whatever its flat slots are."""
