@@ -85,6 +85,9 @@ def _sum(node: fx.Node) -> _Sum:
         return _added(node)
     if is_call(node, torch.ops.prims.iota.default, aten.arange.default):
         return _Sum(0, ((node, axes(S=shape_of(node)[0])),))
+    # What is left of the steps of one token.
+    if is_call(node, aten.zeros.default):
+        return _Sum(0, ())
     is_view = is_call(node, *RESHAPES, *PERMUTES, aten.expand.default)
     if is_view or is_cast(node):
         inner = _sum(args(node)[0])

@@ -38,7 +38,6 @@ from torch import fx
 
 from glm_compile.fx_passes import index_scores, layouts
 from glm_compile.fx_passes.base import Declined, No, PassOptions, PassResult, where
-from glm_compile.fx_passes.canonical import peel
 from glm_compile.fx_passes.editing import Builder, erase_dead
 from glm_compile.fx_passes.index_lengths import cached_lengths
 from glm_compile.fx_passes.index_scores import IndexScores, KeyRead
@@ -177,14 +176,14 @@ class IndexerTopk:
 def _are_windows_early(q: fx.Node, windows: list[fx.Node | None]) -> bool:
     """Whether tensors were there before the graph ran, and a linear lies ahead of the scores.
 
-    A linear's kernel waits for all kernels ahead of it before it lets others start. So whatever is
-    launched between it and the scores, what they read was written before the linear ran.
+    A linear's kernel waits for all kernels ahead of it before it lets others start, and one without
+    programmatic launch begins when all before it have ended. So whatever is launched between it and
+    the scores, what they read was written before the linear ran.
     """
     aten, glm = torch.ops.aten, torch.ops.glm
     products = (aten.mm.default, aten.addmm.default, aten.linear.default)
     ours = (glm.bf16_linear.default, glm.merged_linear.default, glm.rms_norm_linear.default)
-    given = [peel(node).source for node in windows if node is not None]
-    if any(node.op != "placeholder" for node in given):
+    if any(_without_views(node).op != "placeholder" for node in windows if node is not None):
         return False
     front, seen = [q], {q}
     while front:
@@ -195,3 +194,13 @@ def _are_windows_early(q: fx.Node, windows: list[fx.Node | None]) -> bool:
         seen.update(new)
         front.extend(new)
     return False
+
+
+def _without_views(node: fx.Node) -> fx.Node:
+    """The node behind views of it, of the kinds that never copy."""
+    aten = torch.ops.aten
+    views = (aten.view.default, aten._unsafe_view.default, aten.unsqueeze.default)
+    others = (aten.squeeze.dim, aten.squeeze.dims, aten.expand.default, aten.alias.default)
+    while layouts.is_call(node, *views, *others):
+        node = layouts.args(node)[0]
+    return node

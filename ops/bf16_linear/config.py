@@ -131,9 +131,17 @@ def norm_config_for(
     return config if held <= MAX_HELD_REGISTERS else None
 
 
+# Measured with itself as the next kernel, this one does better with `late`. In a model the next is
+# q_b's product, which starts to read that much sooner: the indexer of a layer (6 rows, 128K keys,
+# one NVIDIA H200, 2026-11-30, tests/benchmarks/test_indexer_benchmark.py) takes 45.4 us for 45.75.
+_LETS_IN_AT_ONCE = frozenset({(2784, 6144)})
+
+
 @functools.cache
 def stream_config_for(num_features: int, num_columns: int, num_rows: int = 1) -> StreamConfig:
     """The measured choice for this weight and at most so many rows, or an analytic one.
+
+    Weights whose next kernel in the model is known to gain by it let that in at once.
 
     Rows that must not depend on their number take that of one row.
     """
@@ -141,7 +149,10 @@ def stream_config_for(num_features: int, num_columns: int, num_rows: int = 1) ->
     measured = MEASURED.get(shape)
     if num_rows > FEW_ROWS:
         measured = MANY_ROWS.get(shape, measured)
-    return StreamConfig(*measured) if measured else default_stream(num_features, num_columns)
+    if not measured:
+        return default_stream(num_features, num_columns)
+    config = StreamConfig(*measured)
+    return replace(config, late=False) if shape in _LETS_IN_AT_ONCE else config
 
 
 def is_measured(num_features: int, num_columns: int) -> bool:

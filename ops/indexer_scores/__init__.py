@@ -143,9 +143,9 @@ def indexer_scores_paged(
         is_causal: lengths count the tokens cached before the step, one number a sequence: row s of
             it has the length `lengths[b] + s + 1`.
         early_windows: `cute` may read lengths, starts and block table while the kernels just
-            ahead still run. These must then have been written ahead of a kernel that waits for
-            all before it and only then lets its followers start (`bf16_linear`, any of torch's),
-            and that kernel be launched ahead of this one.
+            ahead still run. These must then have been written ahead of a kernel that is launched
+            ahead of this one and lets its followers start only once all before it has ended:
+            `bf16_linear`'s, or one without programmatic launch, like all of torch's own.
         backend: `reference`, `triton` or `cute` to force one; None takes the first that can.
 
     Returns:

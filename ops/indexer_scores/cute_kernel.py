@@ -1032,6 +1032,9 @@ def indexer_scores_cute(
         and weights.stride(0) % 2 == 0
         and weights.data_ptr() % 8 == 0
     )
+    # A copy of them made just ahead would come too late.
+    has_copies = any(t is not None and not t.is_contiguous() for t in (lengths_BS, starts_BS))
+    has_early_windows = early_windows and use_pdl and not has_copies
     variant = Variant(
         key_dtype=q_BSHD.dtype,
         num_heads=num_heads,
@@ -1042,7 +1045,7 @@ def indexer_scores_cute(
         start_dtype=None if starts_BS is None else starts_BS.dtype,
         has_mask=key_mask is not None,
         is_causal=is_causal,
-        has_early_windows=early_windows and use_pdl,
+        has_early_windows=has_early_windows,
         num_stages=num_stages,
         use_pdl=use_pdl,
         has_weight_pairs=has_weight_pairs,

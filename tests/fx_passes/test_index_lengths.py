@@ -66,6 +66,16 @@ def test_finds_a_number_of_one_sequence() -> None:
     assert is_input(counter_of(traced(of_no_axes, torch.tensor(7), S)))
 
 
+@pytest.mark.parametrize("batch", [1, B])
+def test_finds_the_counter_of_one_token(batch: int) -> None:
+    """Whose row of steps has become a zero."""
+
+    def one(counter: torch.Tensor, tokens: int) -> torch.Tensor:
+        return (torch.zeros(1, tokens, dtype=torch.int64) + counter[:, None] + 1).to(torch.int32)
+
+    assert is_input(counter_of(traced(one, torch.randint(0, 99, (batch,)), 1)))
+
+
 def test_finds_the_counter_for_sizes_that_are_symbols() -> None:
     def lengths(counter: torch.Tensor, hidden: torch.Tensor) -> torch.Tensor:
         return as_the_mask_pass_does(counter, hidden.shape[1])
@@ -83,6 +93,7 @@ NEAR_MISSES: dict[str, Form] = {
     "one more": lambda c, s: as_the_mask_pass_does(c, s) + 1,
     "one less": lambda c, s: torch.arange(s)[None] + c[:, None],
     "the same for all rows": lambda c, s: (c[:, None] + 1).expand(-1, s),
+    "zero for all rows": lambda c, s: torch.zeros(1, s, dtype=torch.int64) + c[:, None] + 1,
     "twice the row": lambda c, s: as_the_mask_pass_does(c, s) + torch.arange(s),
     "twice the counter": lambda c, s: as_the_mask_pass_does(c, s) + c[:, None],
     "a multiple of the row": lambda c, s: torch.add(c[:, None] + 1, torch.arange(s), alpha=2),

@@ -456,17 +456,17 @@ def test_fp8_tier_without_fp8_pages_says_what_it_needs() -> None:
 def paged_step(
     module: TinyIndexer,
     dtype: torch.dtype,
-    prepare: Callable[..., Any] = lambda table, cached: (table, cached),
+    prepare: Callable[..., Any] = lambda lengths, table: (lengths, table),
 ) -> tuple[Callable[..., torch.Tensor], tuple[torch.Tensor, ...]]:
     """A step of 6 tokens after 70 over FP8 pages, and its inputs.
 
     Args:
-        prepare: what the step does to block table and lengths before all else.
+        prepare: what the step does to lengths and block table before all else.
     """
 
     def run(*inputs: torch.Tensor) -> torch.Tensor:
         *step, pages, table, cached = inputs
-        table, cached = prepare(table, cached)
+        step[4], table = prepare(step[4], table)
 
         def store(k: torch.Tensor) -> torch.Tensor:
             torch.ops.glm.paged_write_fp8(pages, k, table, cached)
@@ -528,19 +528,33 @@ class _BehindNoLinear(TinyIndexer):
         return q_resid.repeat(1, 1, H * D)[..., : H * D].unflatten(-1, (H, D))
 
 
+class _GivenStarts(TinyIndexer):
+    def starts(self, lengths: torch.Tensor) -> torch.Tensor:
+        return lengths
+
+
+class _MadeStarts(TinyIndexer):
+    def starts(self, lengths: torch.Tensor) -> torch.Tensor:
+        return lengths - 20
+
+
 @pytest.mark.parametrize(
     ("prepare", "module", "is_early"),
     [
-        (lambda table, cached: (table, cached), TinyIndexer, True),
-        (lambda table, cached: (table, cached + 0), TinyIndexer, True),
-        (lambda table, cached: (table + 0, cached), TinyIndexer, False),
-        (lambda table, cached: (table, cached), _BehindNoLinear, False),
+        (lambda lengths, table: (lengths, table), TinyIndexer, True),
+        (lambda lengths, table: (lengths, table), _GivenStarts, True),
+        (lambda lengths, table: (lengths, table), _MadeStarts, False),
+        (lambda lengths, table: (lengths, table), _BehindNoLinear, False),
+        (lambda lengths, table: (lengths + 1 - 1, table), TinyIndexer, False),
+        (lambda lengths, table: (lengths.clone(), table), TinyIndexer, False),
+        (lambda lengths, table: (lengths, table + 0), TinyIndexer, False),
+        (lambda lengths, table: (lengths, table.clone()), TinyIndexer, False),
     ],
 )
 def test_windows_are_read_early_where_this_graph_has_not_made_them(
     prepare: Callable[..., Any], module: type[TinyIndexer], is_early: bool
 ) -> None:
-    """Lengths and block table must have been there before the graph's first linear."""
+    """Lengths, starts and block table must have been there before the graph's first linear."""
     options = PassOptions(indexer_dtype="fp8")
     run, inputs = paged_step(module(), torch.float32, prepare)
     _, captured = capture(run, *inputs, passes=(IndexerTopk(options), IndexerPrologue(options)))

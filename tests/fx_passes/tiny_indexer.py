@@ -74,6 +74,9 @@ class TinyIndexer(nn.Module):
     def combine(self, weights: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
         return torch.matmul(weights.unsqueeze(-2), scores).squeeze(-2)
 
+    def starts(self, lengths: torch.Tensor) -> torch.Tensor | None:
+        return None
+
     def forward(
         self,
         hidden: torch.Tensor,
@@ -89,7 +92,8 @@ class TinyIndexer(nn.Module):
         scores = self.products(q, k)
         scores = self.combine(self.head_weights(hidden), scores)
         width = min(TOPK, k.shape[1])
-        selected = torch.ops.glm.masked_topk(scores, lengths, None, key_mask, width)
+        starts = self.starts(lengths)
+        selected = torch.ops.glm.masked_topk(scores, lengths, starts, key_mask, width)
         return self.finish(selected, k, scores)
 
     def finish(self, selected: torch.Tensor, k: torch.Tensor, scores: torch.Tensor) -> Any:

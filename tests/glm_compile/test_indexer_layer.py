@@ -316,7 +316,7 @@ def test_early_windows_are_those_of_this_replay(kind):
 
 
 @pytest.mark.gpu
-def test_unfused_prologue_is_a_dozen_launches():
+def test_unfused_prologue_is_eleven_launches_or_more():
     """The same step as Inductor alone compiles it; the scores' ReLU ends it."""
     case = Case("static", "cuda", is_full_size=True)
     names = launches(torch.compile(case.step(case.cache, has_norm=True), fullgraph=True))

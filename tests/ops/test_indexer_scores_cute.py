@@ -14,6 +14,7 @@ import pytest
 import torch
 
 from glm_compile.ops import indexer_scores as op_module
+from glm_compile.ops.bf16_linear import bf16_linear
 from glm_compile.ops.fp8_quant import fp8_quant
 from glm_compile.ops.indexer_scores import indexer_scores, indexer_scores_paged
 from tests.compile_only import CompiledKernel, compile_cute
@@ -229,6 +230,51 @@ def test_lengths_may_change_in_a_graph(num_batch: int, num_queries: int) -> None
         inside = case.is_inside_BST
         got = scores.view_as(want)[inside]
         torch.testing.assert_close(got, want[inside], rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("has_starts", [False, True])
+@pytest.mark.parametrize(("num_batch", "num_queries"), [(1, 6), (1, 17), (3, 5)])
+def test_early_windows_are_those_of_the_replay(
+    num_batch: int, num_queries: int, has_starts: bool
+) -> None:
+    """Changed ahead of a linear, the scores just behind it, and something else there before."""
+    case = make_cute_case(num_batch=num_batch, num_queries=num_queries, num_keys=9000)
+    q, weights = case.q_BSHD.flatten(0, 1), case.weights_BSH.flatten(0, 1) * HEAD_DIM**-0.5
+    lengths, table = case.lengths_BS.contiguous().view(-1), case.block_table
+    starts = torch.zeros_like(lengths) if has_starts else None
+    windows = [lengths, table, *([] if starts is None else [starts])]
+    sources = [window.clone() for window in windows]
+    x, matrix = (torch.randn(n, 2048, device="cuda").bfloat16() for n in (6, 4096))
+
+    def run(**early: bool) -> torch.Tensor:
+        rows = {"starts_R": starts, "rows_per_sequence": num_queries, "backend": "cute"}
+        given = (q, weights, case.key_pages, table, lengths, 9000)
+        return indexer_scores_paged(*given, **rows, **early)
+
+    def step() -> torch.Tensor:
+        for window, source in zip(windows, sources, strict=True):
+            window.copy_(source)
+        bf16_linear(x, matrix, backend="cute")
+        return run(early_windows=True)
+
+    step()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        early = step()
+    for longest in (9000, 1, 64, 4097, 8999):
+        sources[0].copy_(torch.randint(0, longest + 1, lengths.shape))
+        sources[1].copy_(table[:, torch.randperm(table.shape[1], device="cuda")])
+        if starts is not None:
+            sources[2].copy_(torch.randint(0, longest + 1, starts.shape))
+        for window in windows:
+            window.zero_()
+        graph.replay()
+        position = torch.arange(9000, device="cuda")
+        inside = position < lengths[:, None]
+        if starts is not None:
+            inside &= position >= starts[:, None]
+        assert torch.equal(early[inside], run()[inside])
 
 
 FIRST_CALL_IN_A_CAPTURE = """
@@ -471,7 +517,7 @@ def variants() -> dict[str, Any]:
         "fp8, one row": dataclasses.replace(fp8, num_rows=1),
         "fp8, 8 rows": dataclasses.replace(fp8, num_rows=8),
         "fp8, everything": dataclasses.replace(
-            fp8, has_mask=True, start_dtype=torch.int64, length_dtype=torch.int64
+            fp8, num_rows=5, has_mask=True, start_dtype=torch.int64, length_dtype=torch.int64
         ),
         "fp8, causal": dataclasses.replace(fp8, has_weight_pairs=True, is_causal=True),
         "fp8, early": dataclasses.replace(
