@@ -280,8 +280,11 @@ class _Job:
         if self.is_analysis:
             return
         record = MergeRecord()
-        for rewrite in self.rewrites:
-            merge_groups(rewrite.weight_groups(self.example_inputs), record)
+        # At once: who holds a weight is looked for among all objects of the process.
+        groups = [
+            g for rewrite in self.rewrites for g in rewrite.weight_groups(self.example_inputs)
+        ]
+        merge_groups(groups, record)
         self.report.add_declined("merge_linears", record.left_alone)
 
 
