@@ -34,8 +34,8 @@ def check_integer(
 
 
 def check_flag(where: str, name: str, value: Any, *, is_optional: bool = False) -> None:
-    """Raise ValueError unless the argument is True or False (or None)."""
-    if isinstance(value, bool) or (is_optional and value is None):
+    """Raise ValueError unless the argument is True or False, NumPy's included (or None)."""
+    if type(value).__name__ in ("bool", "bool_") or (is_optional and value is None):
         return
     expected = "True, False or None" if is_optional else "True or False"
     raise ValueError(f"{where}: {name} must be {expected}, got {value!r}")
@@ -67,7 +67,11 @@ def name_of(value: Any) -> str:
     return getattr(value, "__name__", type(value).__name__)
 
 
-def closest(name: Any, known: Iterable[str]) -> str:
-    """A question after the nearest of the known names, to follow a wrong one; or nothing."""
-    close = difflib.get_close_matches(str(name), list(known), n=1)
+def closest(name: Any, known: Iterable[str], cutoff: float = 0.6) -> str:
+    """A question after the nearest of the known names, to follow a wrong one; or nothing.
+
+    Args:
+        cutoff: the least likeness, 1 for the same name.
+    """
+    close = difflib.get_close_matches(str(name), list(known), n=1, cutoff=cutoff)
     return f" (did you mean {close[0]!r}?)" if close else ""

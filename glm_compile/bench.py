@@ -130,7 +130,12 @@ def make_cache(model: Any, backend: str, query_len: int, cache_len: int) -> Any:
         return StaticCache(config, max_cache_len=cache_len)
     index_dtype = FP8 if backend == "glm-fp8" else None
     cache = PagedCache(
-        config, 1, cache_len, dtype=torch.bfloat16, index_dtype=index_dtype, device=device
+        config,
+        1,
+        cache_len,
+        dtype=model.lm_head.weight.dtype,
+        index_dtype=index_dtype,
+        device=device,
     )
     cache.auto_advance = False
     for layer in cache.layers:

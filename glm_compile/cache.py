@@ -27,10 +27,10 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 from transformers.cache_utils import Cache, CacheLayerMixin
 
-from glm_compile.arguments import check_device, check_integer, describe
+from glm_compile.arguments import check_device, check_integer, describe, is_integer
 from glm_compile.capacity import full_message, held_tokens, note_held
 from glm_compile.errors import ConfigError, UnsupportedError
-from glm_compile.model_facts import FULL, GlmDsaConfig
+from glm_compile.model_facts import FULL, GlmDsaConfig, attentions_of
 from glm_compile.ops.causal_mask import causal_mask
 from glm_compile.ops.draft_seed import draft_seed
 from glm_compile.ops.paged_cache import (
@@ -279,8 +279,17 @@ class PagedCache(Cache):
             starts_B: first position that counts, per sequence.
             key_mask: bool, broadcastable to [B,S,T]; False excludes a key.
         """
-        if not torch.compiler.is_compiling():
+        if not isinstance(num_query_tokens, torch.SymInt) and not torch.compiler.is_compiling():
             check_integer("PagedCache.causal_mask", "num_query_tokens", num_query_tokens, 0)
+        if not isinstance(dtype, torch.dtype):
+            raise ValueError(
+                f"PagedCache.causal_mask: dtype must be a torch.dtype, got {describe(dtype)}"
+            )
+        for name, value in (("starts_B", starts_B), ("key_mask", key_mask)):
+            if value is not None and not isinstance(value, torch.Tensor):
+                raise ValueError(
+                    f"PagedCache.causal_mask: {name} must be a tensor, got {describe(value)}"
+                )
         return causal_mask(
             self.lengths,
             num_query_tokens,
@@ -306,10 +315,10 @@ class PagedCache(Cache):
             row_B: the row whose selection counts, and up to which the step's tokens do as well;
                 None: the first, and none of them.
         """
-        if not 0 <= layer_idx < len(self.layers):
+        if not is_integer(layer_idx) or not 0 <= layer_idx < len(self.layers):
             raise ValueError(
                 f"PagedCache.gather_rows: layer_idx must be in 0..{len(self.layers) - 1}, got "
-                f"{layer_idx}"
+                f"{layer_idx!r}"
             )
         pages = self.layers[layer_idx].latent_pages
         lengths_B = self.lengths if lengths_B is None else lengths_B
@@ -336,14 +345,26 @@ class PagedCache(Cache):
             batch_size: sequences of a step; None: as many as the cache has.
 
         Raises:
-            ConfigError: fewer layers than the model has.
-            ValueError: another batch size, dtype or device.
+            ConfigError: fewer layers than the model has, or other latents.
+            ValueError: another batch size, dtype or device. Nothing is said of the last two where
+                the weights do not tell them (quantised, sharded, offloaded).
         """
-        if model.config.num_hidden_layers > self.num_decoder_layers:
-            raise self._layer_error(self.num_decoder_layers, is_decoder=True)
-        weight = model.get_input_embeddings().weight
-        is_autocast = torch.is_autocast_enabled(weight.device.type)
-        self._check_states(batch_size, weight.device, self.dtype if is_autocast else weight.dtype)
+        attentions = attentions_of(model)
+        beyond = [a.layer_idx for a in attentions if a.layer_idx >= self.num_decoder_layers]
+        if beyond:
+            raise self._layer_error(min(beyond), is_decoder=True)
+        device, dtype = self.lengths.device, self.dtype
+        if attentions and (weight := _latent_weight(attentions[0])) is not None:
+            if weight.shape[0] != (width := self.layers[0].latent_pages.shape[-1]):
+                raise ConfigError(
+                    f"PagedCache holds latents of {width} numbers but the model computes "
+                    f"{weight.shape[0]} (kv_lora_rank + qk_rope_head_dim); make it from the config "
+                    "of the model that runs"
+                )
+            device = weight.device
+            if not torch.is_autocast_enabled(device.type):
+                dtype = weight.dtype
+        self._check_states(batch_size, device, dtype)
 
     def check_capacity(self) -> None:
         """Raise if a step has gone beyond `max_cache_len` unseen. Waits for the device.
@@ -365,6 +386,8 @@ class PagedCache(Cache):
         the CPU; elsewhere a number, if the lengths are known.
         """
         self._check_ended()
+        if getattr(num_tokens, "ndim", 0) > 0:
+            num_tokens = torch.as_tensor(num_tokens)  # NumPy's as well
         if not isinstance(num_tokens, torch.Tensor):
             if isinstance(num_tokens, bool) or not hasattr(num_tokens, "__index__"):
                 raise ValueError(f"PagedCache.advance: expected an integer, got {num_tokens!r}")
@@ -510,6 +533,7 @@ class PagedCache(Cache):
         self._note(held)
 
     def batch_repeat_interleave(self, repeats: int) -> None:
+        check_integer("PagedCache.batch_repeat_interleave", "repeats", repeats, 1)
         raise UnsupportedError(
             "PagedCache has a fixed number of sequences and cannot repeat them; make it with "
             f"batch_size={self._batch_size * repeats}"
@@ -725,12 +749,27 @@ class SeedCache(Cache):
         return self.seed.rows_BK[:, None]
 
 
+def _latent_weight(attention: Any) -> torch.Tensor | None:
+    """The weight that makes the latents, if it is applied as it is; else None."""
+    linear, norm = attention.kv_a_proj_with_mqa, attention.kv_a_layernorm
+    if type(linear) is not torch.nn.Linear or "forward" in vars(linear):
+        return None
+    weight = linear.weight
+    is_plain = type(weight) is torch.nn.Parameter and weight.device.type != "meta"
+    is_one_dtype = getattr(getattr(norm, "weight", None), "dtype", None) == weight.dtype
+    return weight if is_plain and is_one_dtype else None
+
+
 def _allocate(makers: Sequence[Callable[[], PagedLayer]], tokens: str) -> list[PagedLayer]:
     """The layers, or an error that says what they are for."""
     try:
         return [make() for make in makers]
     except RuntimeError as error:
         reason = str(error).splitlines()[0]
+        # The CPU's allocator has no error of its own, nor has a size that no integer holds.
+        texts = ("memory: you tried to allocate", "size calculation overflowed")
+        if not isinstance(error, torch.OutOfMemoryError) and not any(t in reason for t in texts):
+            raise
         raise torch.OutOfMemoryError(
             f"PagedCache: no memory for {tokens} in {len(makers)} layers; make batch_size or "
             f"max_cache_len smaller ({reason})"

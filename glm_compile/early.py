@@ -5,7 +5,12 @@ only to hear of a misspelt option. A wrong cache never gets so far: Dynamo stops
 the model, with an error about tracing. But Dynamo tells who asks that it begins. It does not say
 for which backend nor with which arguments, so both are read off the frame that compiles. Where
 there is no such frame (another torch), or nobody is told any more (`torch._dynamo.reset` until the
-next compilation), options are checked by the backend, behind the trace.
+next compilation; a compilation that begins while another thread compiles), options are checked by
+the backend, behind the trace.
+
+A call is refused only where it cannot work. So nothing is said of a model whose forward is not
+transformers' own, which may do anything with its arguments, nor of gradients that a part of the
+model may need which the call does not use: the backend sees what is used.
 """
 
 from __future__ import annotations
@@ -18,10 +23,11 @@ from typing import Any
 
 import torch
 from torch._dynamo.callback import callback_handler
+from transformers import GlmMoeDsaForCausalLM, GlmMoeDsaModel
 
 from glm_compile.arguments import describe
 from glm_compile.errors import ConfigError, GlmCompileError, as_backend_error
-from glm_compile.model_facts import CACHE_ARGUMENTS, FULL, MODEL_TYPE
+from glm_compile.model_facts import CACHE_ARGUMENTS, attentions_of, cache_argument
 from glm_compile.options import CompileOptions, check_mode, fp8_cache_error
 
 _BACKENDS: list[Callable[..., Any]] = []
@@ -68,6 +74,7 @@ def refuse_gradients(names: Sequence[str]) -> None:
 
 
 def _on_start(*_args: Any) -> None:
+    # Dynamo holds a plain lock meanwhile: whatever compiled anything in here would wait for itself.
     frame = _compiling_frame()
     wrapper = None if frame is None else find_wrapper(frame.f_locals.get("compiler_fn"))
     if frame is None or wrapper is None or not any(wrapper.compiler_fn is b for b in _BACKENDS):
@@ -99,11 +106,14 @@ def _check_call(scope: Mapping[str, Any], options: CompileOptions) -> None:
         scope: locals of the frame that is traced: of the forward, or of a wrapper around it.
     """
     model: Any = scope.get("self")
-    family = getattr(getattr(model, "config", None), "model_type", None)
-    if family != MODEL_TYPE or not hasattr(model, "get_input_embeddings"):
+    if not isinstance(model, (GlmMoeDsaForCausalLM, GlmMoeDsaModel)):
         return
-    if torch.is_grad_enabled():
-        decoder = getattr(model, "model", model)
+    decoder = getattr(model, "model", model)
+    if not (_has_plain_forward(model) and _has_plain_forward(decoder)):
+        return
+    # Behind the last norm nothing is without gradients if its weight records them.
+    weight = getattr(decoder.norm, "weight", None)
+    if torch.is_grad_enabled() and getattr(weight, "requires_grad", False):
         refuse_gradients([n for n, p in decoder.named_parameters() if p.requires_grad])
     parameters = list(inspect.signature(type(model).forward).parameters)
     given = {name: scope[name] for name in parameters if name in scope}
@@ -114,17 +124,27 @@ def _check_call(scope: Mapping[str, Any], options: CompileOptions) -> None:
     for name in CACHE_ARGUMENTS:
         if given.get(name) is not None:
             check_cache(name, given[name], model, options, _batch_size(given))
-    if given.get("cache") is not None and "cache" not in parameters:
+    if given.get("cache") is not None and cache_argument() != "cache":
         raise ValueError(
             "this version of transformers would ignore cache=: it calls the argument "
             "past_key_values"
         )
 
 
+def _has_plain_forward(module: Any) -> bool:
+    """Whether transformers' own forward gets the arguments as they are."""
+    forward = getattr(module.forward, "_torchdynamo_orig_callable", module.forward)
+    function = getattr(forward, "__func__", None)
+    is_own = getattr(function, "__module__", None) == GlmMoeDsaForCausalLM.__module__
+    return is_own and not module._forward_pre_hooks
+
+
 def check_cache(
     name: str, cache: Any, model: Any, options: CompileOptions, batch_size: int | None
 ) -> None:
     """Raise for a cache that a step of the model could not write into.
+
+    What has methods of its own to write with is let through.
 
     Args:
         name: of the argument, for messages.
@@ -139,33 +159,47 @@ def check_cache(
 
     from glm_compile.cache import PagedCache
 
-    if not isinstance(cache, Cache):
+    kind = type(cache)
+    if isinstance(cache, type) or not callable(getattr(cache, "update_indexer", None)):
         raise ValueError(
             f"{name}: expected a cache of transformers (StaticCache, DynamicCache), a "
             f"glm_compile.PagedCache or None, got {describe(cache)}; for instance "
             "glm_compile.PagedCache(model.config, batch_size=1, max_cache_len=4096)"
         )
-    if isinstance(cache, PagedCache):
+    is_paged, is_theirs = (
+        isinstance(cache, base)
+        and kind.update is base.update
+        and kind.update_indexer is base.update_indexer
+        for base in (PagedCache, Cache)
+    )
+    if is_paged:
         cache.check_model(model, batch_size)
-    elif type(cache).update_indexer is Cache.update_indexer:
-        _check_layers(name, cache, model.config)
+    elif is_theirs:
+        _check_layers(name, cache, model)
+    else:
+        return
     if options.indexer_dtype == "fp8" and not getattr(cache, "is_index_fp8", False):
         raise fp8_cache_error()
 
 
-def _check_layers(name: str, cache: Any, config: Any) -> None:
+def _check_layers(name: str, cache: Any, model: Any) -> None:
     """Raise for transformers' own cache whose layers are not those of the model."""
-    layers = getattr(cache, "layers", ())
-    kinds = config.indexer_types[: config.num_hidden_layers]
-    is_indexed = [hasattr(layer, "update_indexer") for layer in layers]
+    if hasattr(getattr(cache, "layer_class_to_replicate", None), "update_indexer"):
+        return  # layers are made when they are needed
+    layers = dict(enumerate(getattr(cache, "layers", ())))
+    attentions = attentions_of(model)
+    num_layers = max((attention.layer_idx + 1 for attention in attentions), default=0)
     missing = [
-        i for i, (kind, has) in enumerate(zip(kinds, is_indexed)) if kind == FULL and not has
+        attention.layer_idx
+        for attention in attentions
+        if attention.indexer is not None
+        and not hasattr(layers.get(attention.layer_idx), "update_indexer")
     ]
-    if len(layers) >= len(kinds) and not missing:
+    if len(layers) >= num_layers and not missing:
         return
-    found = f"{len(layers)} layers" if len(layers) < len(kinds) else f"none for layer {missing[0]}"
+    found = f"{len(layers)} layers" if len(layers) < num_layers else f"none for layer {missing[0]}"
     raise ConfigError(
-        f"{name}: expected a cache with the model's {len(kinds)} layers and places for index keys, "
+        f"{name}: expected a cache with the model's {num_layers} layers and places for index keys, "
         f"got {type(cache).__name__} with {found}; make it from the model's config, for instance "
         "DynamicCache(config=model.config)"
     )

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from transformers import GlmMoeDsaConfig, GlmMoeDsaForCausalLM
+from transformers.models.glm_moe_dsa.modeling_glm_moe_dsa import GlmMoeDsaAttention
 
 from glm_compile.arguments import describe
 from glm_compile.errors import ConfigError
@@ -164,6 +165,16 @@ def cache_argument() -> str:
     """Name of the cache argument of the model's forward (transformers renamed it)."""
     names = inspect.signature(GlmMoeDsaForCausalLM.forward).parameters
     return "cache" if "cache" in names else "past_key_values"
+
+
+def attentions_of(model: Any) -> list[GlmMoeDsaAttention]:
+    """The attentions that a forward of the model or its decoder runs, as far as transformers' own.
+
+    A model may have been cut to some of its layers, and its config left as it was, or the reverse.
+    """
+    layers = getattr(model, "model", model).layers[: model.config.num_hidden_layers]
+    attentions = [getattr(layer, "self_attn", None) for layer in layers]
+    return [attention for attention in attentions if type(attention) is GlmMoeDsaAttention]
 
 
 def mask_dtype(config: PreTrainedConfig, dtype: torch.dtype) -> torch.dtype:

@@ -156,7 +156,6 @@ def generate(
     )
     check_flag("generate", "overlap", overlap)
     check_flag("generate", "adaptive_draft_length", adaptive_draft_length)
-    check_flag("generate", "return_dict_in_generate", return_dict_in_generate, is_optional=True)
     num_drafts, is_index_shared = check_draft_arguments(mtp, num_draft_tokens, index_share)
     plain_model, compiler = unwrap_compiled(model)
     if mtp is not None:
@@ -191,7 +190,7 @@ def generate(
             logits_processor=logits_processor,
             streamer=dropped.get("streamer") if streamer is None else streamer,
             is_prompt_streamed=is_prompt_streamed,
-            returns_dict=return_dict_in_generate or bool(generation_config.return_dict_in_generate),
+            returns_dict=bool(return_dict_in_generate or generation_config.return_dict_in_generate),
             model_kwargs=generate_kwargs,
             **arguments,
         )
@@ -212,7 +211,8 @@ def generate(
     generation_config, stopping_criteria = _take_stop_strings(
         plain_model, generation_config, stopping_criteria, generate_kwargs
     )
-    check_fields(plain_model, generation_config, generate_kwargs)
+    fields = {"return_dict_in_generate": return_dict_in_generate, **generate_kwargs}
+    check_fields(plain_model, generation_config, fields)
     check_refused(generate_kwargs)
 
     def decode(

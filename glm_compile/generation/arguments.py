@@ -9,7 +9,8 @@ from __future__ import annotations
 
 import inspect
 import numbers
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
+from decimal import Decimal
 from typing import Any
 
 import torch
@@ -147,11 +148,12 @@ def check_names(names: Sequence[str], functions: Sequence[Callable[..., Any]]) -
     Args:
         functions: whose arguments are taken, beside fields of a GenerationConfig.
     """
-    known = {name for name in vars(GenerationConfig()) if not name.startswith("_")} | {"tokenizer"}
+    known = {name for name in vars(GenerationConfig()) if not name.startswith("_")}
+    known |= {"tokenizer", "assistant_tokenizer"}
     for function in functions:
         known.update(inspect.signature(function).parameters)
     for name in names:
-        if name not in known and (question := closest(name, sorted(known))):
+        if name not in known and (question := closest(name, sorted(known), cutoff=0.8)):
             raise ValueError(f"generate: unknown argument {name!r}{question}")
 
 
@@ -162,6 +164,7 @@ _FLAGS = (
     "output_logits",
     "renormalize_logits",
     "remove_invalid_values",
+    "return_dict_in_generate",
 )
 _INTEGERS = (
     "max_length",
@@ -187,13 +190,15 @@ _NUMBERS = (
     "repetition_penalty",
     "encoder_repetition_penalty",
 )
-_TOKENS = ("bos_token_id", "pad_token_id")
 _TOKEN_LISTS = ("suppress_tokens", "begin_suppress_tokens")
-_TOKENS_OR_LISTS = ("eos_token_id", "forced_bos_token_id", "forced_eos_token_id")
+_TOKENS_OR_LISTS = ("bos_token_id", "eos_token_id", "forced_bos_token_id", "forced_eos_token_id")
 
 
 def check_fields(model: Any, generation_config: Any, arguments: Mapping[str, Any]) -> None:
     """Raise ValueError for a field of another kind, naming it.
+
+    What transformers takes as such a value is one: arrays and tensors of NumPy and torch, 0 and 1
+    as flags, whole numbers that are floats.
 
     Args:
         generation_config: as the caller gave it, or None.
@@ -211,13 +216,9 @@ def check_fields(model: Any, generation_config: Any, arguments: Mapping[str, Any
         (_is_flag, "True or False", _FLAGS),
         (_is_integer, "an integer", _INTEGERS),
         (_is_number, "a number", _NUMBERS),
-        (_is_integer, "a token id", _TOKENS),
+        (_is_id, "a token id", ("pad_token_id",)),
         (_is_id_list, "a list of token ids", _TOKEN_LISTS),
-        (
-            lambda v: _is_integer(v) or _is_id_list(v),
-            "a token id or a list of them",
-            _TOKENS_OR_LISTS,
-        ),
+        (_is_id_or_list, "a token id or a list of them", _TOKENS_OR_LISTS),
         (callable, "callable", ("prefix_allowed_tokens_fn",)),
         (_is_watermark, "a WatermarkingConfig or a dict", ("watermarking_config",)),
     ):
@@ -252,31 +253,47 @@ def check_stop_strings(stop_strings: Any, tokenizer: Any) -> None:
 
 
 def _is_flag(value: Any) -> bool:
-    return isinstance(value, bool)
+    """Whether it knows if it is true, as a condition of NumPy, 0 and 1 do; no text or list does."""
+    return hasattr(value, "__bool__")
 
 
 def _is_integer(value: Any) -> bool:
-    if isinstance(value, torch.Tensor):
-        value = value.item() if value.numel() == 1 else None
-    return is_integer(value)
+    value = _unwrap(value)
+    # False switches a field off in some configs.
+    return value is False or is_integer(value) or (isinstance(value, float) and value.is_integer())
 
 
 def _is_number(value: Any) -> bool:
-    return isinstance(value, numbers.Real) and not isinstance(value, bool)
+    value = _unwrap(value)
+    return isinstance(value, (numbers.Real, Decimal)) and not isinstance(value, bool)
+
+
+def _is_id(value: Any) -> bool:
+    return _is_integer(value) and value is not False
 
 
 def _is_id_list(value: Any) -> bool:
-    return _is_list_of(is_integer, value)
+    return _is_list_of(_is_id, value)
 
 
 def _is_id_or_list(value: Any) -> bool:
-    return _is_integer(value) or _is_id_list(value)
+    return _is_id(value) or _is_id_list(value)
 
 
 def _is_list_of(is_kind: Callable[[Any], bool], value: Any) -> bool:
-    if isinstance(value, torch.Tensor):
+    if hasattr(value, "tolist"):
         value = value.tolist()
-    return isinstance(value, (list, tuple)) and all(map(is_kind, value))
+    is_list = isinstance(value, Collection) and not isinstance(value, (str, bytes, Mapping))
+    return is_list and all(map(is_kind, value))
+
+
+def _unwrap(value: Any) -> Any:
+    """The one value of a tensor or an array; others are what they are."""
+    if hasattr(value, "tolist"):
+        value = value.tolist()
+        while isinstance(value, list) and len(value) == 1:
+            value = value[0]
+    return value
 
 
 def _is_watermark(value: Any) -> bool:

@@ -10,9 +10,9 @@ from __future__ import annotations
 
 import contextlib
 import traceback
+import weakref
 from collections.abc import Iterable, Iterator
 from typing import TYPE_CHECKING, Any
-from weakref import WeakValueDictionary
 
 import torch
 
@@ -50,6 +50,19 @@ class GraphedIteration:
         # By (drafts to verify, drafts to propose); None for what has run once.
         self._graphs: dict[Any, tuple[torch.cuda.CUDAGraph, Block | None] | None] = {}
         self._addresses: tuple[int, ...] | None = None
+        #: the steps that keep it alive
+        self.owner: weakref.ref[TargetSteps | MtpSteps] | None = None
+
+    def join(self, target: TargetSteps, mtp: MtpSteps | None) -> None:
+        """Take the steps for a call."""
+        self.iteration.target, self.iteration.mtp = target, mtp
+
+    def leave(self) -> None:
+        """Let the steps go until the next call.
+
+        The MTP layer's have this object, and would keep a model that its user has dropped.
+        """
+        self.iteration.target = self.iteration.mtp = None
 
     def check_addresses(self) -> None:
         """Forget the graph if a weight or a page of the cache is not where it was."""
@@ -134,7 +147,9 @@ class GraphStore:
     """
 
     def __init__(self) -> None:
-        self._graphs: WeakValueDictionary[Any, GraphedIteration] = WeakValueDictionary()
+        self._graphs: weakref.WeakValueDictionary[Any, GraphedIteration] = (
+            weakref.WeakValueDictionary()
+        )
 
     def keep(self, memories: Iterable[PagedCache]) -> None:
         """Give the graphs on other caches' memory up: they would keep it alive."""
@@ -143,16 +158,20 @@ class GraphStore:
             if id(graph.iteration.cache.memory) not in kept:
                 self._drop(key)
 
-    def _put(self, key: Any, graph: GraphedIteration) -> None:
+    def _put(self, key: Any, graph: GraphedIteration, owner: TargetSteps | MtpSteps) -> None:
         """Keep a graph as the last one; of two for the same work, that of a call inside goes."""
         self._drop(key)
         self._graphs[key] = graph
-        _owner(graph).graphs.add(graph)
+        graph.owner = weakref.ref(owner)
+        owner.graphs.add(graph)
 
-    def _drop(self, key: Any) -> None:
+    def _drop(self, key: Any) -> GraphedIteration | None:
+        """Give up a graph, and return it."""
         graph = self._graphs.pop(key, None)
-        if graph is not None:
-            _owner(graph).graphs.discard(graph)
+        owner = None if graph is None or graph.owner is None else graph.owner()
+        if owner is not None:
+            owner.graphs.discard(graph)
+        return graph
 
     def _pool_of(self, cache: PagedCache) -> Any:
         """The graphs' memory: one for each cache's, because calls on two may run side by side."""
@@ -184,21 +203,19 @@ class GraphStore:
             request.processor.signature,
         )
         # Nobody else finds it meanwhile.
-        graphed = self._graphs.get(key)
-        self._drop(key)
-        if graphed is not None:
-            own = graphed.iteration
-            parts = ((own.target, target), (own.mtp, mtp), (own.cache, cache))
-            if any(a is not b for a, b in parts):
-                graphed = None
-        if graphed is None:
+        graphed = self._drop(key)
+        owner = target if mtp is None else mtp
+        is_ours = graphed is not None and graphed.owner is not None and graphed.owner() is owner
+        if graphed is None or not is_ours or graphed.iteration.cache is not cache:
             iteration = Iteration(request, target, mtp, cache, min_text_width=width)
             graphed = GraphedIteration(iteration, keeps_block, self._pool_of(cache))
+        graphed.join(target, mtp)
         graphed.check_addresses()
         try:
             yield graphed
         finally:
-            self._put(key, graphed)
+            graphed.leave()
+            self._put(key, graphed, owner)
             while len(self._graphs) > 1 and self._holds_too_much():
                 self._drop(next(iter(self._graphs)))
 
@@ -207,14 +224,9 @@ class GraphStore:
         return len(self._graphs) > MAX_GRAPHS or num_bytes > MAX_STATE_BYTES
 
 
-def _owner(graph: GraphedIteration) -> TargetSteps | MtpSteps:
-    """The steps that keep a graph alive."""
-    iteration = graph.iteration
-    return iteration.target if iteration.mtp is None else iteration.mtp
-
-
 def addresses_of(iteration: Iteration) -> tuple[int, ...]:
     """Where the weights and the cache lie that a graph of this iteration reads and writes."""
+    assert iteration.target is not None
     modules = [iteration.target.model]
     if iteration.mtp is not None:
         mtp = iteration.mtp.mtp

@@ -80,7 +80,7 @@ class Iteration:
         self.num_drafts = request.num_drafts
         self.is_index_shared = request.is_index_shared
         self.keeps_block = request.keeps_scores or request.keeps_logits
-        self.target = target
+        self.target: TargetSteps | None = target
         self.mtp = mtp
         self.cache = cache
         device = cache.lengths.device
@@ -126,6 +126,7 @@ class Iteration:
         Args:
             advances: whether what was kept counts as held afterwards: `propose` is not called.
         """
+        assert self.target is not None
         block_BS = self._columns(self.state.block_BS, num_verified)
         self._hidden_BSC, logits_BSV = self.target.verify(block_BS, self.cache)
         return self.accept(logits_BSV, block_BS[:, 1:], view, advances)

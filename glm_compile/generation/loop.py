@@ -119,6 +119,7 @@ class DecodingLoop:
         self.request = request
         self.iteration = iteration
         self.graphed = graphed
+        assert iteration.target is not None
         self.target, self.mtp, self.cache = iteration.target, iteration.mtp, iteration.cache
         self.state = iteration.state
         iteration.load(request)

@@ -44,7 +44,8 @@ def pad_batch(request: Request) -> Request:
         or not isinstance(request.processor, DeviceProcessors)
     )
     num_padding = size - batch_size
-    # They take their part of the prompt's work and of the cache, whose capacity is rounded up.
+    # They take their part of the prompt's work and of the cache: of one that is made for this call,
+    # whose capacity is rounded up where steps are compiled. An earlier one may be larger.
     is_large = num_padding * compiled_capacity(needed_cache_len(request)) > MAX_PADDING_TOKENS
     if num_padding == 0 or is_seen or is_large:
         return request

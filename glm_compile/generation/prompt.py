@@ -6,6 +6,7 @@ B batch, W prompt width as given, P compacted prompt width.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 
@@ -40,8 +41,10 @@ def check_mask_shape(input_ids_BW: torch.Tensor, attention_mask_BW: torch.Tensor
     """
     if attention_mask_BW is None:
         return
-    found = tuple(getattr(attention_mask_BW, "shape", ())) or type(attention_mask_BW).__name__
-    if not isinstance(attention_mask_BW, torch.Tensor) or found != tuple(input_ids_BW.shape):
+    found: Any = type(attention_mask_BW).__name__
+    if isinstance(attention_mask_BW, torch.Tensor):
+        found = tuple(attention_mask_BW.shape)
+    if found != tuple(input_ids_BW.shape):
         raise ValueError(
             "generate: attention_mask must be a tensor in the shape of input_ids "
             f"{tuple(input_ids_BW.shape)}, got {found}"

@@ -247,8 +247,22 @@ class _MtpStepsOfModels(weakref.WeakKeyDictionary):
     """What an MTP layer keeps: for the `Steps` of each model that it drafts for, its own by kind.
 
     The layer has it, and nobody else: compiled functions and graphs hold the layer, and whoever had
-    them would keep a layer that its user has dropped. A copy of the layer starts without.
+    them would keep a layer that its user has dropped. Nor does anything in it hold the model's
+    `Steps`, which go with the model: a value that led back to its key would never leave. A copy of
+    the layer starts without.
     """
+
+    def __init__(self, layer: Any = None) -> None:
+        super().__init__()
+        self._layer = None if layer is None else weakref.ref(layer)
+
+    @classmethod
+    def of(cls, layer: Any) -> _MtpStepsOfModels:
+        """That of this layer; one that a shallow copy took along is the other layer's."""
+        found = vars(layer).get(_STEPS_ATTRIBUTE)
+        if found is None or found._layer is None or found._layer() is not layer:
+            found = vars(layer)[_STEPS_ATTRIBUTE] = cls(layer)
+        return found
 
     def __deepcopy__(self, memo: dict[int, Any]) -> _MtpStepsOfModels:
         return type(self)()
@@ -300,13 +314,11 @@ class Steps:
     ) -> MtpSteps:
         """Forwards of an MTP layer on such a cache, for blocks of that many drafts."""
         num_drafts = max(LEAST_DRAFTS, 1 << (num_drafts - 1).bit_length())
-        of_models = vars(mtp).setdefault(_STEPS_ATTRIBUTE, _MtpStepsOfModels())
-        kept: dict[Any, MtpSteps] = of_models.setdefault(self, {})
+        kept: dict[Any, MtpSteps] = _MtpStepsOfModels.of(mtp).setdefault(self, {})
         key = (cache.batch_size, cache.max_cache_len, is_index_shared, num_drafts)
-        steps = kept.get(key)
-        if steps is None or steps.mtp is not mtp:
-            steps = kept[key] = MtpSteps(mtp, self.compiler, is_index_shared, num_drafts)
-        return steps
+        if key not in kept:
+            kept[key] = MtpSteps(mtp, self.compiler, is_index_shared, num_drafts)
+        return kept[key]
 
     @property
     def min_prompt_width(self) -> int:

@@ -44,6 +44,12 @@ def test_model_is_usable_and_repeats_with_its_seed(model):
     assert torch.equal(model.model.rotary_emb.inv_freq, fresh.inv_freq)
 
 
+def test_the_cache_is_of_the_models_dtype() -> None:
+    """A checkpoint may be in float32, with which an eager step is measured."""
+    for dtype in (torch.float32, torch.bfloat16):
+        assert bench.make_cache(tiny_model(dtype=dtype), "glm", 2, 70).dtype == dtype
+
+
 @pytest.mark.parametrize("backend", ["glm", "glm-fp8", "eager"])
 def test_a_step_stays_where_it_is(model, backend, monkeypatch):
     monkeypatch.setattr(torch, "compile", lambda model, **_options: model)

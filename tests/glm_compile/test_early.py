@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
 import torch
-from torch._dynamo.exc import BackendCompilerFailed
+from torch._dynamo.callback import callback_handler
+from torch._dynamo.exc import BackendCompilerFailed, InternalTorchDynamoError
 from torch._dynamo.utils import counters
-from transformers import DynamicCache, LlamaConfig, StaticCache
+from transformers import DynamicCache, GlmMoeDsaForCausalLM, LlamaConfig, StaticCache
+from transformers.cache_utils import Cache
 
 import glm_compile
 from glm_compile import CompileOptions, PagedCache, early
@@ -91,6 +94,11 @@ WRONG_CACHES: list[tuple[Any, type[Exception], str]] = [
         ConfigError,
         "made for 1 decoder layers and 0 MTP layers, but layer 1 of the model writes to it",
     ),
+    (
+        lambda config: PagedCache(tiny_config(kv_lora_rank=128), 2, 64),
+        ConfigError,
+        "holds latents of 192 numbers but the model computes 128",
+    ),
     (lambda config: PagedCache(config, 3, 64), ValueError, "batch_size=3, .* has 2 sequences"),
     (
         lambda config: PagedCache(config, 2, 64, dtype=torch.bfloat16),
@@ -129,22 +137,110 @@ def test_an_argument_that_would_be_ignored_is_an_error(
     model: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """transformers 5.20 calls it past_key_values, and drops arguments that it does not know."""
-
-    def forward(
-        self: Any, input_ids: Any = None, past_key_values: Any = None, **kwargs: Any
-    ) -> Any:
-        pytest.fail("it ran")
-
-    monkeypatch.setattr(type(model), "forward", forward)
+    monkeypatch.setattr(early, "cache_argument", lambda: "past_key_values")
     compiled = torch.compile(model, backend="glm")
     with pytest.raises(ValueError, match="calls the argument past_key_values"):
         compiled(IDS, cache=DynamicCache(config=model.config))
+    assert_nothing_traced()
 
 
-def test_what_is_right_is_let_through(monkeypatch: pytest.MonkeyPatch) -> None:
-    class Reached(Exception):
-        pass
+class Reached(Exception):
+    pass
 
+
+@pytest.fixture
+def reaches() -> Iterator[Any]:
+    """Asserts that a call gets past the checks: who is told next stops it."""
+
+    def stop(*args: Any) -> None:
+        raise Reached
+
+    def check(model: Any, cache: Any = None, *args: Any, ids: Any = IDS, **kwargs: Any) -> None:
+        if cache is not None:
+            kwargs[CACHE_ARGUMENT] = cache
+        with pytest.raises(InternalTorchDynamoError, match="Reached"):
+            torch.compile(model, backend="glm")(*([] if ids is None else [ids]), *args, **kwargs)
+
+    callback_handler.register_start_callback(stop)
+    yield check
+    callback_handler.remove_start_callback(stop)
+
+
+class OwnCache(Cache):
+    """Hands on to another one, which its own layers do not show."""
+
+    def __init__(self, config: Any) -> None:
+        super().__init__(layers=[])
+        self.inner = DynamicCache(config=config)
+
+    def update(self, *args: Any, **kwargs: Any) -> Any:
+        return self.inner.update(*args, **kwargs)
+
+    def update_indexer(self, *args: Any, **kwargs: Any) -> Any:
+        return self.inner.update_indexer(*args, **kwargs)
+
+
+class OwnForward(GlmMoeDsaForCausalLM):
+    """As wrappers of other libraries are."""
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        return super().forward(*args, **kwargs)
+
+
+CACHES: dict[str, Any] = {
+    "paged": lambda config: PagedCache(config, 2, 64),
+    "more layers": lambda config: PagedCache(config, 2, 64, num_mtp_layers=1),
+    "dynamic": lambda config: DynamicCache(config=config),
+    "static": lambda config: StaticCache(config, max_cache_len=8),
+    "own": OwnCache,
+}
+
+
+@pytest.mark.parametrize("kind", CACHES)
+def test_a_cache_that_can_be_used_is_let_through(reaches: Any, kind: str) -> None:
+    model = tiny_model(tiny_config(**FEW))
+    reaches(model, CACHES[kind](model.config))
+
+
+def test_a_model_that_can_be_used_is_let_through(reaches: Any) -> None:
+    config = tiny_config(**FEW)
+    model, cache = tiny_model(config), PagedCache(config, 2, 64)
+    own = OwnForward(config).eval().requires_grad_(False)
+    reaches(own, cache)
+    reaches(own, None, None, None, cache)
+    reaches(model, None, None, None, cache)
+    reaches(model.model, cache)
+    # What the call does not use may be anything, and need gradients.
+    embeddings = model.model.embed_tokens(IDS)
+    model.model.embed_tokens.to(torch.float64).requires_grad_(True)
+    with torch.enable_grad():
+        reaches(model, cache, ids=None, inputs_embeds=embeddings)
+    model.model.embed_tokens.to("meta")
+    reaches(model, cache, ids=None, inputs_embeds=embeddings)
+
+
+def test_a_model_that_was_cut_is_let_through(reaches: Any) -> None:
+    """Its config says more layers than run."""
+    config = tiny_config(**{**FEW, "num_hidden_layers": 2, "indexer_types": ["full"] * 2})
+    model = tiny_model(config)
+    model.model.layers = model.model.layers[:1]
+    for cache in (PagedCache(tiny_config(**FEW), 2, 64), DynamicCache(config=tiny_config(**FEW))):
+        reaches(model, cache)
+
+
+def test_weights_that_are_not_what_computes_decide_nothing(model: Any) -> None:
+    cut = tiny_model(tiny_config(**FEW))
+    cache = PagedCache(cut.config, 2, 64)
+    cut.model.layers[0].self_attn.kv_a_layernorm.to(torch.float64)
+    cut.model.layers[0].self_attn.kv_a_proj_with_mqa.to(torch.bfloat16)
+    cache.check_model(cut)
+    cut.model.layers[0].self_attn.kv_a_proj_with_mqa = torch.nn.Identity()
+    cache.check_model(cut)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        PagedCache(model.config, 2, 64, dtype=torch.bfloat16).check_model(model)
+
+
+def test_who_is_told_no_more_is_told_again(monkeypatch: pytest.MonkeyPatch) -> None:
     def compile_graph(*args: Any) -> Any:
         raise Reached
 

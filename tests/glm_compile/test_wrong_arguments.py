@@ -7,10 +7,13 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable
+from decimal import Decimal
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
+from torch.fx.experimental.proxy_tensor import make_fx
 from transformers import StaticCache, TextStreamer
 
 import glm_compile
@@ -71,14 +74,41 @@ def test_of_a_paged_cache(model: Any) -> None:
             (lambda: cache.reorder_cache(torch.tensor([0, 7])), r"indices in 0..1, got \[0, 7\]"),
             (lambda: cache.causal_mask(-1), "num_query_tokens must be at least 0, got -1"),
             (lambda: cache.causal_mask("x"), "num_query_tokens must be an integer"),
+            (lambda: cache.causal_mask(2, "bool"), "causal_mask: dtype must be .* got str 'bool'"),
+            (lambda: cache.causal_mask(2, starts_B=[0, 0]), "starts_B must be a tensor, got list"),
             (lambda: cache.gather_rows(9, topk), "layer_idx must be in 0..0, got 9"),
+            (lambda: cache.gather_rows("0", topk), "layer_idx must be in 0..0, got '0'"),
+            (lambda: cache.batch_repeat_interleave("x"), "repeats must be an integer .*got 'x'"),
+            (lambda: cache.advance(np.array([65, 0])), r"\[65, 0\] tokens behind \[0, 0\] make"),
+            (lambda: cache.advance(np.array([0.5, 0])), "advance: expected integers, got"),
         ]
     )
 
 
+def test_a_mask_of_a_symbolic_size_is_made(model: Any) -> None:
+    cache = PagedCache(model.config, 2, 64)
+
+    def make(ids_BS: torch.Tensor) -> torch.Tensor:
+        return cache.causal_mask(ids_BS.shape[1])
+
+    graph = make_fx(make, tracing_mode="symbolic", _allow_non_fake_inputs=True)(IDS)
+    assert torch.equal(graph(IDS), cache.causal_mask(5))
+
+
 def test_of_memory_that_nobody_has(model: Any) -> None:
-    with pytest.raises(torch.OutOfMemoryError, match=r"no memory for 1000000 x .*max_cache_len"):
-        PagedCache(model.config, 10**6, 10**9)
+    for num_tokens in (10**9, 10**12):  # no memory, no such size
+        with pytest.raises(torch.OutOfMemoryError, match=r"no memory for 1000000 x .*max_cache_le"):
+            PagedCache(model.config, 10**6, num_tokens)
+
+
+def test_of_a_device_that_fails(model: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(*args: Any) -> None:
+        raise RuntimeError("CUDA error: an illegal memory access was encountered")
+
+    monkeypatch.setattr("glm_compile.cache.PagedLayer", fail)
+    with pytest.raises(RuntimeError, match=r"^CUDA error: an illegal memory access") as raised:
+        PagedCache(model.config, 1, 64)
+    assert not isinstance(raised.value, torch.OutOfMemoryError)
 
 
 def test_of_generate(model: Any, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -99,6 +129,7 @@ def test_of_generate(model: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     cases += [
         case("at least one token, got shape", IDS[:, :0]),
         case("at least one token, got dict", {"input_ids": IDS}),
+        case("mask must be a tensor .*got ndarray", attention_mask=np.ones((2, 5))),
         case("generation_config must be .*got dict; pass its fields", generation_config={}),
         case("generation_config must be .*got GlmMoeDsaConfig", generation_config=model.config),
         case("mtp must be an MTP layer .*; str 'x' has no extend", mtp="x"),
@@ -134,6 +165,35 @@ def test_of_generate(model: Any, monkeypatch: pytest.MonkeyPatch) -> None:
         case("'overlapp' .did you mean 'overlap'", overlapp=True),
     ]
     assert_all_named(cases)
+
+
+def test_of_what_is_none(model: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What transformers takes as well: it hands it on."""
+    monkeypatch.setattr(type(model), "generate", lambda self, *args, **kwargs: kwargs)
+    one, several = torch.tensor(1), np.array([1, 2])
+    cases: dict[str, tuple[Any, ...]] = {
+        "do_sample": (np.True_, np.bool_(False), 1, 0, torch.tensor(True)),
+        "output_scores": (0, 1, True),
+        "return_dict_in_generate": (1, np.True_),
+        "max_length": (20.0, np.int64(20), torch.tensor(20), np.array([20])),
+        "num_return_sequences": (1.0, np.int64(1)),
+        "top_k": (False, 0, one),
+        "max_time": (1, torch.tensor(0.5), np.float32(0.5), Decimal("0.5")),
+        "eos_token_id": (several, [one], range(1, 3), (1, 2), [np.int64(1)], 1.0, one, []),
+        "bos_token_id": ([3], several, one),
+        "pad_token_id": (np.array(1), one),
+        "suppress_tokens": (several, {1, 2}, range(2), [one]),
+        "exponential_decay_length_penalty": ((1, 1.5), np.array([1, 1.5]), [one, 1.5]),
+        "assistant_tokenizer": (None,),
+        "synced_gpus": (False,),
+        # transformers' own message is the better one
+        "token_type_ids": (IDS,),
+        "cache_position": (IDS,),
+    }
+    for name, values in cases.items():
+        for value in values:
+            kwargs = glm_compile.generate(model, IDS, **{name: value, "overlap": np.True_})
+            assert isinstance(kwargs, dict), (name, value)
 
 
 def test_of_callbacks_that_return_nothing(model: Any) -> None:

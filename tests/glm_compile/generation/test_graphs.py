@@ -109,8 +109,7 @@ def model() -> Any:
     return tiny_model(config)
 
 
-@pytest.fixture
-def steps(model: Any, monkeypatch: pytest.MonkeyPatch) -> api.Steps:
+def keep_steps(model: Any, monkeypatch: pytest.MonkeyPatch) -> api.Steps:
     """Steps that are kept between calls as a compiled model's are, and run eagerly."""
     kept = api.Steps(model, None)
     with kept.borrow_cache(2, 64, 1) as cache:
@@ -124,6 +123,11 @@ def steps(model: Any, monkeypatch: pytest.MonkeyPatch) -> api.Steps:
     monkeypatch.setattr(kept, "borrow_cache", borrow)
     monkeypatch.setattr(api.Steps, "of", lambda *args: kept)
     return kept
+
+
+@pytest.fixture
+def steps(model: Any, monkeypatch: pytest.MonkeyPatch) -> api.Steps:
+    return keep_steps(model, monkeypatch)
 
 
 def pair(length: int = 12) -> torch.Tensor:
@@ -228,10 +232,10 @@ def test_graphs_of_another_cache_are_given_up(model: Any, steps: Any, loops: lis
     run(model, pair())
     other = api.Steps(model, None)._make_cache(2, 64, 1)
     request, iteration = loops[0].request, loops[0].iteration
-    with steps.graphs.borrow(request, iteration.target, None, other) as graphed:
+    with steps.graphs.borrow(request, loops[0].target, None, other) as graphed:
         assert graphed is not loops[0].graphed
         # A call inside another one finds none.
-        with steps.graphs.borrow(request, iteration.target, None, other) as inner:
+        with steps.graphs.borrow(request, loops[0].target, None, other) as inner:
             assert inner is not graphed
     assert len(steps.graphs._graphs) == 2  # those of the first memory are kept beside them
     pools = {id(g.iteration.cache): g.pool for g in steps.graphs._graphs.values()}
@@ -294,7 +298,7 @@ def test_graphs_of_one_memory_are_kept(model: Any, steps: Any, loops: list[Any])
     run(model, pair())
     cache = loops[0].iteration.cache
     single = PagedCache(model.config, 1, 64, num_mtp_layers=1, memory=cache)
-    request, target = loops[0].request, loops[0].iteration.target
+    request, target = loops[0].request, loops[0].target
     fewer = dataclasses.replace(request, prompt=compact_prompt(prompt_of(12)))
     with steps.graphs.borrow(fewer, target, None, single) as graphed:
         assert graphed.iteration.cache is single
@@ -357,6 +361,24 @@ def test_graphs_of_an_mtp_layer_go_with_it(model: Any, steps: Any, loops: list[A
     assert all(ref() is None for ref in released) and len(steps.graphs._graphs) == 1
     run(model, pair())
     assert captures(loops[0]) == 1
+
+
+def test_a_model_that_is_dropped_is_released(
+    model: Any, loops: list[Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """And its cache; its graphs lie with an MTP layer that goes on drafting for another model."""
+    mtp, other = random_mtp(model), tiny_model(model.config)
+    with monkeypatch.context() as patch:
+        kept = keep_steps(other, patch)
+        other.__dict__["_steps"] = kept  # model.compile() puts them where the model has them
+        for _ in range(2):
+            run(other, pair(), mtp)
+    assert loops[0].graphed is loops[1].graphed and captures(loops[0]) == 1
+    released = [weakref.ref(x) for x in (other, kept, loops[0].graphed, loops[0].cache)]
+    loops.clear()
+    del other, kept
+    gc.collect()
+    assert [ref() is None for ref in released] == [True] * 4 and mtp is not None
 
 
 def test_a_graph_that_is_given_up_is_released(model: Any, steps: Any, loops: list[Any]) -> None:

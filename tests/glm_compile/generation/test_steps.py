@@ -266,8 +266,10 @@ def test_an_mtp_layer_that_is_dropped_is_released(model: Any) -> None:
 
     assert of(mtp) is of(mtp) is not of(mtp, num_drafts=20)
     assert of(mtp, steps[1]) is not of(mtp)
+    first = of(mtp)
     for other in (copy.copy(mtp), copy.deepcopy(mtp), pickle.loads(pickle.dumps(mtp))):
-        assert of(other).mtp is other
+        assert of(other).mtp is other and of(mtp) is first and of(other) is of(other)
+    del first
     released = [weakref.ref(of(mtp, steps[1])), weakref.ref(mtp), weakref.ref(mtp.eh_proj.weight)]
     del steps[1], other
     gc.collect()
