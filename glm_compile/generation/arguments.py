@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import inspect
 import numbers
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence, Set
 from decimal import Decimal
 from typing import Any
 
@@ -277,7 +277,7 @@ def _is_id_list(value: Any) -> bool:
 
 
 def _is_id_or_list(value: Any) -> bool:
-    return _is_id(value) or _is_id_list(value)
+    return _is_id(value) or (_is_id_list(value) and not isinstance(value, Set))
 
 
 def _is_list_of(is_kind: Callable[[Any], bool], value: Any) -> bool:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import copy
 import operator
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -250,9 +250,9 @@ def _biased_sequences(value: Any) -> Any:
 def _flat_ids(value: Any) -> list[int]:
     if value is None:
         return []
-    if isinstance(value, torch.Tensor):
-        return value.flatten().tolist()
-    if isinstance(value, (list, tuple)):
+    if hasattr(value, "tolist"):  # a tensor, or NumPy's
+        value = value.tolist()
+    if isinstance(value, Collection):
         return [i for part in value for i in _flat_ids(part)]
     return [value]
 

@@ -153,6 +153,7 @@ def test_of_generate(model: Any, monkeypatch: pytest.MonkeyPatch) -> None:
         case("max_time must be a number", max_time="x"),
         case("eos_token_id must be a token id or a list of them, got '</s>'", eos_token_id="</s>"),
         case("eos_token_id must be a token id", eos_token_id=1.5),
+        case("eos_token_id must be a token id or a list of them, got .1, 2.", eos_token_id={1, 2}),
         case("pad_token_id must be a token id, got 'pad'", pad_token_id="pad"),
         case("bos_token_id must be a token id", bos_token_id="bos"),
         case("prefix_allowed_tokens_fn must be callable", prefix_allowed_tokens_fn="x"),
@@ -194,6 +195,13 @@ def test_of_what_is_none(model: Any, monkeypatch: pytest.MonkeyPatch) -> None:
         for value in values:
             kwargs = glm_compile.generate(model, IDS, **{name: value, "overlap": np.True_})
             assert isinstance(kwargs, dict), (name, value)
+
+
+@pytest.mark.parametrize("ids", [np.array([1, 2]), range(1, 3), [torch.tensor(1)]])
+def test_ids_of_any_kind_are_honoured(model: Any, ids: Any) -> None:
+    for name in ("eos_token_id", "forced_eos_token_id", "suppress_tokens"):
+        call = {name: ids, "max_new_tokens": 3}
+        assert torch.equal(glm_compile.generate(model, IDS, **call), model.generate(IDS, **call))
 
 
 def test_of_callbacks_that_return_nothing(model: Any) -> None:

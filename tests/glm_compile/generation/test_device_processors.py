@@ -20,8 +20,6 @@ from glm_compile.generation.device_processors import (
 )
 from glm_compile.generation.processors import make_processors
 
-pytestmark = pytest.mark.newest_transformers
-
 VOCAB = 23
 WIDTH = 9  # of the prompt
 BUFFER = 40

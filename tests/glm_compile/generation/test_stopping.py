@@ -8,8 +8,6 @@ from transformers import EosTokenCriteria, MaxLengthCriteria, MaxTimeCriteria, S
 
 from glm_compile.generation.stopping import StopRules, cut_by_criteria
 
-pytestmark = pytest.mark.newest_transformers
-
 
 class EndsWith(StoppingCriteria):
     """Stops a row whose last token is the given one; notes each prefix."""
