@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Iterator
 from typing import Any
 
@@ -155,11 +156,18 @@ def reaches() -> Iterator[Any]:
     def stop(*args: Any) -> None:
         raise Reached
 
-    def check(model: Any, cache: Any = None, *args: Any, ids: Any = IDS, **kwargs: Any) -> None:
+    def check(
+        model: Any,
+        cache: Any = None,
+        *args: Any,
+        ids: Any = IDS,
+        backend: Any = "glm",
+        **kwargs: Any,
+    ) -> None:
         if cache is not None:
             kwargs[CACHE_ARGUMENT] = cache
         with pytest.raises(InternalTorchDynamoError, match="Reached"):
-            torch.compile(model, backend="glm")(*([] if ids is None else [ids]), *args, **kwargs)
+            torch.compile(model, backend=backend)(*([] if ids is None else [ids]), *args, **kwargs)
 
     callback_handler.register_start_callback(stop)
     yield check
@@ -180,6 +188,10 @@ class OwnCache(Cache):
         return self.inner.update_indexer(*args, **kwargs)
 
 
+class OwnStaticCache(StaticCache):
+    pass
+
+
 class OwnForward(GlmMoeDsaForCausalLM):
     """As wrappers of other libraries are."""
 
@@ -192,7 +204,9 @@ CACHES: dict[str, Any] = {
     "more layers": lambda config: PagedCache(config, 2, 64, num_mtp_layers=1),
     "dynamic": lambda config: DynamicCache(config=config),
     "static": lambda config: StaticCache(config, max_cache_len=8),
+    "none": lambda config: None,
     "own": OwnCache,
+    "own static": lambda config: OwnStaticCache(config, max_cache_len=8),
 }
 
 
@@ -208,8 +222,20 @@ def test_a_model_that_can_be_used_is_let_through(reaches: Any) -> None:
     own = OwnForward(config).eval().requires_grad_(False)
     reaches(own, cache)
     reaches(own, None, None, None, cache)
+    reaches(own, "of its own kind")
+    with torch.enable_grad():
+        reaches(own.requires_grad_(True), cache)
     reaches(model, None, None, None, cache)
     reaches(model.model, cache)
+    reaches(lambda ids, **kwargs: model(ids, **kwargs), cache)
+    reaches(model, cache, backend=functools.partial(glm, options={"inner": "eager"}))
+    torch._dynamo.mark_dynamic(marked := IDS.clone(), 1)
+    reaches(model, cache, ids=marked)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        reaches(model, PagedCache(config, 2, 64, dtype=torch.bfloat16))
+    hook = model.model.register_forward_pre_hook(lambda *call: None, with_kwargs=True)
+    reaches(model, "what the hook replaces")
+    hook.remove()
     # What the call does not use may be anything, and need gradients.
     embeddings = model.model.embed_tokens(IDS)
     model.model.embed_tokens.to(torch.float64).requires_grad_(True)
@@ -228,16 +254,14 @@ def test_a_model_that_was_cut_is_let_through(reaches: Any) -> None:
         reaches(model, cache)
 
 
-def test_weights_that_are_not_what_computes_decide_nothing(model: Any) -> None:
-    cut = tiny_model(tiny_config(**FEW))
-    cache = PagedCache(cut.config, 2, 64)
-    cut.model.layers[0].self_attn.kv_a_layernorm.to(torch.float64)
-    cut.model.layers[0].self_attn.kv_a_proj_with_mqa.to(torch.bfloat16)
-    cache.check_model(cut)
-    cut.model.layers[0].self_attn.kv_a_proj_with_mqa = torch.nn.Identity()
-    cache.check_model(cut)
-    with torch.autocast("cpu", dtype=torch.bfloat16):
-        PagedCache(model.config, 2, 64, dtype=torch.bfloat16).check_model(model)
+def test_weights_that_are_not_what_computes_decide_nothing() -> None:
+    model = tiny_model(tiny_config(**FEW))
+    cache = PagedCache(model.config, 2, 64)
+    model.model.layers[0].self_attn.kv_a_layernorm.to(torch.float64)
+    model.model.layers[0].self_attn.kv_a_proj_with_mqa.to(torch.bfloat16)
+    cache.check_model(model)
+    model.model.layers[0].self_attn.kv_a_proj_with_mqa = torch.nn.Identity()
+    cache.check_model(model)
 
 
 def test_who_is_told_no_more_is_told_again(monkeypatch: pytest.MonkeyPatch) -> None:
