@@ -145,8 +145,8 @@ def _filtered(cluster: int, num_threads: int, keys_per_thread: int, slice_keys: 
     return Variant("filtered", cluster, num_threads, keys_per_thread, 8, slice_keys, 8192)
 
 
-def _row_a_block(slice_keys: int) -> Variant:
-    return Variant("filtered", 1, 512, 16, 11, slice_keys, 8192, 8)
+def _row_a_block(slice_keys: int, num_threads: int = 512) -> Variant:
+    return Variant("filtered", 1, num_threads, 16, 11, slice_keys, 8192, 8)
 
 
 _LONG = (
@@ -199,7 +199,8 @@ CUTE_TABLE: tuple[tuple[int | None, tuple[Variant, ...]], ...] = (
             _row_a_block(1 << 17),  # 2048 rows of 128K: 301, 3.6 TB/s
             _row_a_block(1 << 18),
             _row_a_block(1 << 19),
-            *_LONG[1:],
+            _row_a_block(1 << 20, 1024),  # 2048 rows of 1M: 2379; a cluster a row 4216
+            *_LONG[2:],
         ),
     ),
 )
