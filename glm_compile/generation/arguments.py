@@ -157,43 +157,6 @@ def check_names(names: Sequence[str], functions: Sequence[Callable[..., Any]]) -
             raise ValueError(f"generate: unknown argument {name!r}{question}")
 
 
-# Fields that are one value, by its kind.
-_FLAGS = (
-    "do_sample",
-    "output_scores",
-    "output_logits",
-    "renormalize_logits",
-    "remove_invalid_values",
-    "return_dict_in_generate",
-)
-_INTEGERS = (
-    "max_length",
-    "max_new_tokens",
-    "min_length",
-    "min_new_tokens",
-    "max_cache_len",
-    "num_beams",
-    "num_return_sequences",
-    "no_repeat_ngram_size",
-    "encoder_no_repeat_ngram_size",
-    "top_k",
-)
-_NUMBERS = (
-    "max_time",
-    "temperature",
-    "top_p",
-    "min_p",
-    "top_h",
-    "typical_p",
-    "epsilon_cutoff",
-    "eta_cutoff",
-    "repetition_penalty",
-    "encoder_repetition_penalty",
-)
-_TOKEN_LISTS = ("suppress_tokens", "begin_suppress_tokens")
-_TOKENS_OR_LISTS = ("bos_token_id", "eos_token_id", "forced_bos_token_id", "forced_eos_token_id")
-
-
 def check_fields(model: Any, generation_config: Any, arguments: Mapping[str, Any]) -> None:
     """Raise ValueError for a field of another kind, naming it.
 
@@ -212,16 +175,7 @@ def check_fields(model: Any, generation_config: Any, arguments: Mapping[str, Any
         values = (getattr(config, name, None) for config in configs)
         return next((value for value in values if value is not None), None)
 
-    for is_kind, described, names in (
-        (_is_flag, "True or False", _FLAGS),
-        (_is_integer, "an integer", _INTEGERS),
-        (_is_number, "a number", _NUMBERS),
-        (_is_id, "a token id", ("pad_token_id",)),
-        (_is_id_list, "a list of token ids", _TOKEN_LISTS),
-        (_is_id_or_list, "a token id or a list of them", _TOKENS_OR_LISTS),
-        (callable, "callable", ("prefix_allowed_tokens_fn",)),
-        (_is_watermark, "a WatermarkingConfig or a dict", ("watermarking_config",)),
-    ):
+    for is_kind, described, names in FIELDS_BY_KIND:
         for name in names:
             if (value := value_of(name)) is not None and not is_kind(value):
                 raise ValueError(f"generate: {name} must be {described}, got {value!r}")
@@ -298,3 +252,62 @@ def _unwrap(value: Any) -> Any:
 
 def _is_watermark(value: Any) -> bool:
     return isinstance(value, dict) or hasattr(value, "construct_processor")
+
+
+# What `generate` takes as one value, by its kind: (whether a value is of it, what the kind is
+# called, names). Several beams are refused later.
+FIELDS_BY_KIND: tuple[tuple[Callable[[Any], bool], str, tuple[str, ...]], ...] = (
+    (
+        _is_flag,
+        "True or False",
+        (
+            "do_sample",
+            "output_scores",
+            "output_logits",
+            "renormalize_logits",
+            "remove_invalid_values",
+            "return_dict_in_generate",
+        ),
+    ),
+    (
+        _is_integer,
+        "an integer",
+        (
+            "max_length",
+            "max_new_tokens",
+            "min_length",
+            "min_new_tokens",
+            "max_cache_len",
+            "num_beams",
+            "num_return_sequences",
+            "no_repeat_ngram_size",
+            "encoder_no_repeat_ngram_size",
+            "top_k",
+        ),
+    ),
+    (
+        _is_number,
+        "a number",
+        (
+            "max_time",
+            "temperature",
+            "top_p",
+            "min_p",
+            "top_h",
+            "typical_p",
+            "epsilon_cutoff",
+            "eta_cutoff",
+            "repetition_penalty",
+            "encoder_repetition_penalty",
+        ),
+    ),
+    (_is_id, "a token id", ("pad_token_id",)),
+    (_is_id_list, "a list of token ids", ("suppress_tokens", "begin_suppress_tokens")),
+    (
+        _is_id_or_list,
+        "a token id or a list of them",
+        ("bos_token_id", "eos_token_id", "forced_bos_token_id", "forced_eos_token_id"),
+    ),
+    (callable, "callable", ("prefix_allowed_tokens_fn",)),
+    (_is_watermark, "a WatermarkingConfig or a dict", ("watermarking_config",)),
+)

@@ -20,6 +20,7 @@ from transformers import (
 from transformers.cache_utils import Cache
 
 from glm_compile.arguments import describe
+from glm_compile.generation.arguments import FIELDS_BY_KIND
 from glm_compile.generation.device_processors import DeviceProcessors
 from glm_compile.generation.processors import HostProcessors, make_processors
 from glm_compile.generation.prompt import Prompt, compact_prompt
@@ -105,50 +106,15 @@ def wants_cuda_graph(
 
 
 # Fields of GenerationConfig that are taken, in transformers' meaning.
-_TAKEN = frozenset(
-    {
-        "max_length",
-        "max_new_tokens",
-        "min_length",
-        "min_new_tokens",
-        "max_time",
-        "stop_strings",
-        "do_sample",
-        "use_cache",
-        "max_cache_len",
-        "temperature",
-        "top_k",
-        "top_p",
-        "min_p",
-        "top_h",
-        "typical_p",
-        "epsilon_cutoff",
-        "eta_cutoff",
-        "repetition_penalty",
-        "encoder_repetition_penalty",
-        "no_repeat_ngram_size",
-        "encoder_no_repeat_ngram_size",
-        "bad_words_ids",
-        "renormalize_logits",
-        "forced_bos_token_id",
-        "forced_eos_token_id",
-        "remove_invalid_values",
-        "exponential_decay_length_penalty",
-        "suppress_tokens",
-        "begin_suppress_tokens",
-        "sequence_bias",
-        "watermarking_config",
-        "num_return_sequences",
-        "output_scores",
-        "output_logits",
-        "return_dict_in_generate",
-        "pad_token_id",
-        "bos_token_id",
-        "eos_token_id",
-        "prefill_chunk_size",
-        "disable_compile",
-    }
-)
+_TAKEN = frozenset(name for *_, names in FIELDS_BY_KIND for name in names) | {
+    "stop_strings",
+    "use_cache",
+    "bad_words_ids",
+    "sequence_bias",
+    "exponential_decay_length_penalty",
+    "prefill_chunk_size",
+    "disable_compile",
+}
 # Fields without a meaning for this kind of decoding; transformers' own sampling ignores them too.
 _MEANINGLESS = frozenset(
     {
